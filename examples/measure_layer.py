@@ -1,0 +1,46 @@
+"""Launches, memory traffic and time of one decoder layer, before and after the swap.
+
+    python examples/measure_layer.py                       a small layer; without a GPU: launches and bytes, no times
+    python examples/measure_layer.py --device cuda --hidden 4096 --batch 4 --seq 2048
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+import fusedblock
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--seq", type=int, default=64)
+    parser.add_argument("--phases", nargs="+", default=["prefill", "decode", "train"], choices=["prefill", "decode", "train"])
+    args = parser.parse_args()
+
+    torch.manual_seed(0)
+    heads = args.hidden // 64
+    config = LlamaConfig(
+        hidden_size=args.hidden,
+        intermediate_size=args.hidden * 7 // 2,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=max(heads // 4, 1),
+    )
+    layer = LlamaDecoderLayer(config, 0).to(args.device, torch.bfloat16)
+    for phase in args.phases:
+        if phase == "decode":  # one new token on a context of `seq`
+            report = fusedblock.measure(layer, batch=args.batch, seq=1, phase=phase, context=args.seq, device=args.device)
+        else:
+            report = fusedblock.measure(layer, batch=args.batch, seq=args.seq, phase=phase, device=args.device)
+        print(report, end="\n\n")
+
+
+if __name__ == "__main__":
+    main()

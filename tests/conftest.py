@@ -1,0 +1,36 @@
+"""Fixtures for every test. Set before torch and numpy load: the interpreter's small numpy calls lose to BLAS threads."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA device")
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Result and scratch buffers start as NaN, so that an element no kernel wrote cannot pass for a right one."""
+    from fusedblock.kernels._spec import Spec
+
+    allocate = Spec._buffer
+
+    def poisoned(self, write, sizes, args):
+        buffer = allocate(self, write, sizes, args)
+        # Fake and meta tensors hold no values.
+        if type(buffer) is torch.Tensor and buffer.is_floating_point() and not buffer.is_meta:
+            buffer.fill_(float("nan"))
+        return buffer
+
+    monkeypatch.setattr(Spec, "_buffer", poisoned)
