@@ -1,0 +1,27 @@
+"""Triton kernels on the CPU: `with interpret(): op(cpu_tensors)`, and the bytes they move: `with count_traffic() as traffic`.
+
+Needs triton, which exists for Linux only: import this room where it is used, not where fusedblock is imported.
+"""
+
+from __future__ import annotations
+
+from ..kernels import _lang
+
+if not _lang.AVAILABLE:
+    raise ImportError("fusedblock.interpret needs triton, which is not installed here")
+
+from .interpreter import interpret
+from .memory import Access, Launch, OutOfBounds, Region
+from .traffic import ArgumentTraffic, LaunchTraffic, Traffic, count_traffic
+
+__all__ = [
+    "Access",
+    "ArgumentTraffic",
+    "Launch",
+    "LaunchTraffic",
+    "OutOfBounds",
+    "Region",
+    "Traffic",
+    "count_traffic",
+    "interpret",
+]
