@@ -1,0 +1,36 @@
+"""Fused transformer-block operators in Triton, and the layer swap that puts them under HuggingFace-style models.
+
+    fuse, unfuse, explain                        swap the decoder layers of a model; undo; which kernels run and why
+    load_safetensors, save_safetensors           weights, under their original names
+    measure                                      launches, HBM bytes, FLOPs and time before and after fusion
+    rms_norm, qkv_rope, attention, linear, gated_mlp     the operators themselves
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+# Public name -> module that holds it. Resolved on first use: importing fusedblock costs nothing beyond torch.
+_PUBLIC = {
+    "attention": "ops", "gated_mlp": "ops", "linear": "ops", "qkv_rope": "ops", "rms_norm": "ops",
+    "explain": "models", "fuse": "models", "unfuse": "models",
+    "load_safetensors": "models", "save_safetensors": "models",
+    "measure": "metering", "options": "options",
+}  # fmt: skip
+
+__all__ = sorted(_PUBLIC)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'fusedblock' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"fusedblock.{_PUBLIC[name]}"), name)
+    globals()[name] = value  # also where importing the module has just set its own name (options)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PUBLIC])

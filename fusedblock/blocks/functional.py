@@ -1,0 +1,193 @@
+"""The functional core: one composition of a layer, run four ways.
+
+`call(op, *args)` is the only thing that differs: through the dispatcher, where autograd records it; straight to the kernels
+inside one registered op when no gradient is wanted (host time of an eager decode step); to empty results for the fake
+kernel; to costs for the report.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple, Optional
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fusedblock import ops
+from fusedblock.blocks.plan import BlockSpec, Plan, plan
+from fusedblock.kernels import attention, gated_mlp, linear, norm, qkv_rope
+from fusedblock.kernels import attention as decode_attention  # until the split-KV kernel lands
+from fusedblock.kernels._launch import runs_kernels
+from fusedblock.kernels._spec import Cost, Op
+from fusedblock.kernels._target import override, target_of
+
+Call = Callable[..., Any]
+
+
+class BlockWeights(NamedTuple):
+    """The live parameters of a layer, never copies: norms `hidden`; q `heads*head_dim hidden`; k, v `kv_heads*head_dim hidden`;
+    o `hidden heads*head_dim`; gate, up `ffn hidden`; down `hidden ffn`; biases by their rows."""
+
+    input_norm: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    post_norm: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    q_bias: Optional[Tensor] = None
+    k_bias: Optional[Tensor] = None
+    v_bias: Optional[Tensor] = None
+    o_bias: Optional[Tensor] = None
+    gate_bias: Optional[Tensor] = None
+    up_bias: Optional[Tensor] = None
+    down_bias: Optional[Tensor] = None
+
+
+def _dispatched(op: Op, *args: Any) -> Any:
+    out = getattr(torch.ops.fusedblock, op.spec.name).default(*args)
+    return (out,) if isinstance(out, Tensor) else out
+
+
+def _direct(op: Op, *args: Any) -> Any:
+    return (op.launch if runs_kernels(args[0]) else op.reference)(*args)
+
+
+def _bound(op: Op, args: tuple[Any, ...]) -> dict[str, Any]:
+    return dict(zip(inspect.signature(op.launch).parameters, args))
+
+
+def _empty(op: Op, *args: Any) -> Any:
+    return op.spec.empty(_bound(op, args))
+
+
+def _plan(spec: BlockSpec, x: Tensor, context: int, training: bool, masked: bool) -> Plan:
+    batch, seq = x.shape[0], x.shape[1]
+    return plan(spec, batch=batch, seq=seq, context=context, dtype=x.dtype, training=training, target=target_of(x.device), masked=masked)
+
+
+def _front(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, cos: Tensor, sin: Tensor, training: bool) -> tuple[Tensor, ...]:
+    """q `batch seq heads head_dim`, k and v `batch seq kv_heads head_dim`, rotated."""
+    y, _ = call(norm.OP, x.reshape(-1, spec.hidden), w.input_norm, spec.eps, spec.weight_offset, spec.round_early, training)
+    half = spec.head_dim // 2
+    return call(qkv_rope.OP, y.view(x.shape), w.q, w.k, w.v, w.q_bias, w.k_bias, w.v_bias, cos[..., :half], sin[..., :half], None,
+                spec.head_dim, 0.0)  # fmt: skip
+
+
+def _back(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor],
+          causal: bool, training: bool) -> Tensor:  # fmt: skip
+    steps = _plan(spec, x, k.shape[1], training, mask is not None)
+    rows = x.reshape(-1, spec.hidden)
+    attend = decode_attention.OP if steps.decode else attention.OP
+    a, _ = call(attend, q, k, v, mask, causal, spec.scale)
+    gamma = w.post_norm if steps.row_statistics else None
+    h, y, sumsq = call(linear.OP, a.reshape(rows.shape[0], spec.heads * spec.head_dim), w.o, w.o_bias, rows, gamma)
+    if not steps.row_statistics:
+        y, _ = call(norm.OP, h, w.post_norm, spec.eps, spec.weight_offset, spec.round_early, training)
+        sumsq = None
+    g, _, _ = call(gated_mlp.OP, y, w.gate, w.up, w.gate_bias, w.up_bias, sumsq, spec.activation, spec.eps, training)
+    out, _, _ = call(linear.OP, g, w.down, w.down_bias, h, None)
+    return out.view(x.shape)
+
+
+# The composite ops: the same composition behind one registered op each, for calls without gradients.
+_T, _O = Tensor, Optional[Tensor]
+_WEIGHTS = [(n, _T if n in BlockWeights._fields[:9] else _O) for n in BlockWeights._fields]
+_NUMBERS = [("hidden", int), ("ffn", int), ("heads", int), ("kv_heads", int), ("head_dim", int), ("scale", float), ("eps", float),
+            ("activation", str), ("weight_offset", float), ("round_early", bool)]  # fmt: skip
+_N_WEIGHTS, _N_NUMBERS = len(_WEIGHTS), len(_NUMBERS)
+
+
+def _composite(name: str, extra: list[tuple[str, Any]], results: int, compose: Callable[..., Any]) -> Any:
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(n, kind, annotation=t) for n, t in (*extra, *_WEIGHTS, *_NUMBERS)]
+
+    def split(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], BlockWeights, BlockSpec]:
+        n = len(extra)
+        return args[:n], BlockWeights(*args[n : n + _N_WEIGHTS]), BlockSpec(*args[n + _N_WEIGHTS :])
+
+    def run(*args: Any) -> Any:
+        given, weights, spec = split(args)
+        return compose(_direct, spec, weights, *given)
+
+    def fake(*args: Any) -> Any:
+        given, weights, spec = split(args)
+        return compose(_empty, spec, weights, *given)
+
+    def costs(*args: Any) -> tuple[Cost, ...]:
+        found: list[Cost] = []
+
+        def record(op: Op, *op_args: Any) -> Any:
+            bound = _bound(op, op_args)
+            found.extend(op.spec.costs(bound))
+            return op.spec.empty(bound)
+
+        device = next(a.device for a in args if isinstance(a, Tensor))
+        # Shapes only: on the meta device, whatever mode is counting or faking around this call.
+        with _disable_current_modes(), override(target_of(device)):
+            given, weights, spec = split(tuple(
+                torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta") if isinstance(a, Tensor) else a for a in args
+            ))  # fmt: skip
+            compose(record, spec, weights, *given)
+        return tuple(found)
+
+    return ops.define(name, inspect.Signature(parameters), results, run, fake, costs)
+
+
+def _compose_front(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    return _front(call, spec, w, x, cos, sin, False)
+
+
+def _compose_back(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: _O, causal: bool) -> Any:
+    return _back(call, spec, w, x, q, k, v, mask, causal, False)
+
+
+def _compose_block(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, cos: Tensor, sin: Tensor, mask: _O, causal: bool) -> Any:
+    return _back(call, spec, w, x, *_front(call, spec, w, x, cos, sin, False), mask, causal, False)
+
+
+_block_front = _composite("block_front", [("x", _T), ("cos", _T), ("sin", _T)], 3, _compose_front)
+_block_back = _composite(
+    "block_back", [("x", _T), ("q_states", _T), ("k_states", _T), ("v_states", _T), ("mask", _O), ("causal", bool)], 1, _compose_back
+)
+_block = _composite("block", [("x", _T), ("cos", _T), ("sin", _T), ("mask", _O), ("causal", bool)], 1, _compose_block)
+
+
+def _numbers(spec: BlockSpec) -> tuple[Any, ...]:
+    return tuple(getattr(spec, n) for n, _ in _NUMBERS)
+
+
+def forward(
+    spec: BlockSpec, weights: BlockWeights, x: Tensor, cos: Tensor, sin: Tensor, *, mask: Tensor | None = None, causal: bool = True,
+    update: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+) -> Tensor:  # fmt: skip
+    """One decoder layer: x + o(attention(norm(x))), then h + down(act(gate(norm(h))) * up(norm(h))).
+
+    x `batch seq hidden`; cos and sin `batch|1 seq head_dim` as HF makes them (two equal halves; the first is read); mask and
+    causal as in fusedblock.ops.attention. update, if given, receives the new keys and values in HF's cache layout
+    `batch kv_heads seq head_dim` and returns all keys and values to attend to in that layout. Returns `batch seq hidden`.
+    Without gradients the layer is one registered op (two around update). Raises ShapeError or ValueError naming the argument.
+    """
+    if torch.is_grad_enabled() and (x.requires_grad or any(t is not None and t.requires_grad for t in weights)):
+        q, k, v = _front(_dispatched, spec, weights, x, cos, sin, True)
+        k, v = _through(update, k, v)
+        m = attention.normalise_mask(mask, q, k)
+        return _back(_dispatched, spec, weights, x, q, k, v, m, causal, True)
+    if update is None:
+        m = mask if mask is None or mask.dim() == 4 else mask[:, None, None, :]
+        return _block(x, cos, sin, m, causal, *weights, *_numbers(spec))
+    q, k, v = _block_front(x, cos, sin, *weights, *_numbers(spec))
+    k, v = _through(update, k, v)
+    return _block_back(x, q, k, v, attention.normalise_mask(mask, q, k), causal, *weights, *_numbers(spec))
+
+
+def _through(update: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """HF caches hold `batch kv_heads seq head_dim`: views in, views out."""
+    if update is None:
+        return k, v
+    k, v = update(k.transpose(1, 2), v.transpose(1, 2))
+    return k.transpose(1, 2), v.transpose(1, 2)

@@ -1,0 +1,91 @@
+"""The launches of a layer, chosen by a pure function.
+
+The layer executes the plan, `explain` prints it and `measure` costs what it launches: there is no second description.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from fusedblock.kernels._target import Target
+
+# Queries up to this many take the split-KV decode kernel: a tile of them would leave most of the GPU idle.
+DECODE_SEQ = 16
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """Sizes and numerics of a pre-norm decoder layer with RMSNorm, rotary attention and a gated MLP. No tensors, no model names.
+
+    hidden, ffn: widths; heads, kv_heads, head_dim: attention; scale: of the logits; eps: of both norms; activation: "silu",
+    "gelu" or "gelu_tanh"; weight_offset and round_early: see fusedblock.ops.rms_norm.
+    """
+
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    eps: float
+    activation: str = "silu"
+    weight_offset: float = 0.0
+    round_early: bool = True
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One step of a layer: the registered op, its part in the layer, what runs it, and why it was chosen."""
+
+    op: str
+    role: str
+    engine: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    launches: tuple[Launch, ...]
+    row_statistics: bool  # the second norm rides on its neighbours' epilogues
+    decode: bool  # split-KV attention
+
+    def __str__(self) -> str:
+        width = max(len(step.role) for step in self.launches)
+        return "\n".join(f"{s.role:{width}}  {s.op:16} {s.engine:6}  {s.why}" for s in self.launches)
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(
+    spec: BlockSpec, *, batch: int, seq: int, context: int, dtype: torch.dtype, training: bool, target: Target, masked: bool = False
+) -> Plan:
+    """What one layer launches for x `batch seq hidden` over `context` keys.
+
+    training: gradients are wanted. masked: an explicit mask comes with the call. Pure: equal arguments give an equal plan.
+    """
+    decode = not training and seq <= DECODE_SEQ
+    # fp16 keeps the plain norm: out * norm_weight before normalisation has no bounded range.
+    statistics = not training and dtype is not torch.float16 and spec.weight_offset == 0.0
+    rows = "one row a program, statistics in fp32"
+    attention = (
+        Launch("decode_attention", "attention", "triton", f"{seq} queries a sequence: keys split over the GPU, heads of a group packed")
+        if decode
+        else Launch("attention", "attention", "triton", "tiles of queries, the logits never leave the SM" + (", mask read by tile" if masked else ""))
+    )
+    launches = [
+        Launch("rms_norm", "input norm", "triton", rows),
+        Launch("qkv_rope", "q, k, v", "triton", "three projections and rotary embedding, no packed weight copy"),
+        attention,
+        Launch("linear", "attention output", "triton",
+               "adds the residual" + ("; leaves the second norm's row sums" if statistics else "")),
+    ]  # fmt: skip
+    if not statistics:
+        why = {True: "training keeps the normalised rows for the weight gradients", False: "fp16 range" if dtype is torch.float16 else "weight offset"}[training]
+        launches.append(Launch("rms_norm", "post-attention norm", "triton", f"{rows} (not fused: {why})"))
+    launches += [
+        Launch("gated_mlp", "gate and up", "triton", ("the norm is a row scale in its epilogue; " if statistics else "") + "both products and the activation"),
+        Launch("linear", "down", "triton", "adds the residual"),
+    ]  # fmt: skip
+    return Plan(tuple(launches), statistics, decode)

@@ -1,0 +1,50 @@
+"""@triton.jit helpers that two or more kernels use."""
+
+from __future__ import annotations
+
+from ._lang import tl, triton
+
+
+@triton.jit
+def tile_order(t, num_m, num_n, GROUP: tl.constexpr):
+    """Tile number -> (row tile, column tile): GROUP row tiles share one pass over the columns, so that L2 keeps their operands."""
+    per_group = GROUP * num_n
+    first = (t // per_group) * GROUP
+    rows = tl.minimum(num_m - first, GROUP)
+    r = t % per_group
+    return first + r % rows, r // rows
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def tanh(x):
+    # tanh(x) = 2*sigmoid(2x) - 1 keeps full relative accuracy only away from 0; the odd series is not needed: gelu adds 1 to it.
+    return 2.0 * sigmoid(2.0 * x) - 1.0
+
+
+@triton.jit
+def activate(x, ACT: tl.constexpr):
+    """silu, gelu (erf) or gelu_tanh of x, in x's dtype (fp32 or fp64)."""
+    if ACT == "silu":
+        return x * sigmoid(x)
+    elif ACT == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+
+
+@triton.jit
+def activate_grad(x, ACT: tl.constexpr):
+    """d activate(x) / dx."""
+    if ACT == "silu":
+        s = sigmoid(x)
+        return s * (1.0 + x * (1.0 - s))
+    elif ACT == "gelu":
+        return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    else:
+        t = tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
+        return 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * x * x)

@@ -1,0 +1,190 @@
+"""What an op reads and writes, said once.
+
+A Spec is data. From it come the shape check, the output buffers, the fake kernel for torch.compile, and the bytes and
+FLOPs of the report. An op of several launches names them as stages; each stage's compulsory traffic is every distinct
+tensor it reads once and every tensor it writes once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Args = Mapping[str, Any]
+Sizes = dict[str, int]
+
+
+class ShapeError(ValueError):
+    """An argument's shape contradicts the op's spec."""
+
+
+@dataclass(frozen=True)
+class DType:
+    """One row per dtype the kernels take. `accumulate` is the dtype of sums and statistics."""
+
+    torch: torch.dtype
+    accumulate: torch.dtype
+    eps: float
+
+
+DTYPES = {
+    d.torch: d
+    for d in (
+        DType(torch.float32, torch.float32, 2.0**-24),
+        DType(torch.float16, torch.float32, 2.0**-11),
+        DType(torch.bfloat16, torch.float32, 2.0**-8),
+        DType(torch.float64, torch.float64, 2.0**-53),  # gradcheck; on a GPU the reference path
+    )
+}
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    return DTYPES[dtype].accumulate
+
+
+def nbytes(t: Tensor) -> int:
+    """Bytes of memory behind t: broadcast (stride 0) axes are stored once."""
+    return t.element_size() * prod(n if s != 0 or n == 0 else 1 for n, s in zip(t.shape, t.stride()))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one launch: compulsory HBM bytes, FLOPs of the maths (model) and FLOPs the kernel executes (recomputation counted)."""
+
+    name: str
+    read_bytes: int
+    written_bytes: int
+    flops: int
+    executed_flops: int
+
+
+@dataclass(frozen=True)
+class Write:
+    """A result or scratch buffer: axes, dtype (an argument's name, "accumulate:ARG" or a torch dtype's name), and when it exists."""
+
+    axes: str
+    dtype: str
+    when: Callable[[Args], bool] = lambda args: True
+
+
+def flag(*names: str) -> Callable[[Args], bool]:
+    """Exists if any of these arguments is true or given."""
+    return lambda args: any(args[n] is not None and args[n] is not False for n in names)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One launch of an op. Names are arguments, results or scratch; flops(sizes, args) -> model FLOPs or (model, executed)."""
+
+    name: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    flops: Callable[[Sizes, Args], int | tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Spec:
+    name: str
+    reads: Mapping[str, str]  # tensor argument -> axes, e.g. "batch seq hidden"; "1|batch" may be 1 or batch
+    writes: Mapping[str, Write]
+    flops: Callable[[Sizes, Args], int | tuple[int, int]] = lambda sizes, args: 0
+    optional: frozenset[str] = frozenset()  # reads that may be None
+    any_dtype: frozenset[str] = frozenset()  # reads whose dtype is their own (masks, fp32 statistics); the rest agree
+    derive: Callable[[Sizes, Args], Mapping[str, int]] = lambda sizes, args: {}  # further axes, and checks of values
+    scratch: Mapping[str, Write] = field(default_factory=dict)
+    stages: tuple[Stage, ...] = ()  # empty: one launch that reads and writes everything
+
+    def axes(self, args: Args) -> Sizes:
+        """Bind the axes, checking shape, dtype and device of every tensor before anything runs."""
+        sizes: Sizes = {}
+        first: tuple[str, Tensor] | None = None
+        for arg, names in self.reads.items():
+            t = args[arg]
+            if t is None:
+                if arg in self.optional:
+                    continue
+                raise ValueError(f"{self.name}: {arg} is None, expected a tensor ({names})")
+            shape, axes = tuple(t.shape), names.split()
+            if len(shape) != len(axes):
+                raise ShapeError(f"{self.name}: {arg} has shape {shape}, expected ({names})")
+            for axis, size in zip(axes, shape):
+                if axis.startswith("1|"):
+                    if size == 1:
+                        continue
+                    axis = axis[2:]
+                if sizes.setdefault(axis, size) != size:
+                    raise ShapeError(f"{self.name}: {arg} ({names}) has {axis}={size}, but {axis}={sizes[axis]} so far")
+            if first is None:
+                first = arg, t
+                if t.dtype not in DTYPES:
+                    raise ValueError(f"{self.name}: {arg} has dtype {t.dtype}, expected one of {', '.join(map(str, DTYPES))}")
+            if t.device != first[1].device:
+                raise ValueError(f"{self.name}: {arg} is on {t.device}, but {first[0]} is on {first[1].device}")
+            if arg not in self.any_dtype and t.dtype != first[1].dtype:
+                raise ValueError(f"{self.name}: {arg} has dtype {t.dtype}, but {first[0]} has {first[1].dtype}")
+        sizes.update(self.derive(sizes, args))
+        return sizes
+
+    def dtype(self, write: Write, args: Args) -> torch.dtype:
+        kind, _, arg = write.dtype.rpartition(":")
+        if arg in self.reads:
+            return accumulate_dtype(args[arg].dtype) if kind == "accumulate" else args[arg].dtype
+        return getattr(torch, arg)
+
+    def _buffer(self, write: Write, sizes: Sizes, args: Args) -> Tensor:
+        like = next(args[a] for a in self.reads if args[a] is not None)
+        # An absent result is an empty tensor: operator schemas have no optional results.
+        shape = [sizes[a] for a in write.axes.split()] if write.when(args) else [0]
+        return torch.empty(shape, dtype=self.dtype(write, args), device=like.device)
+
+    def empty(self, args: Args, sizes: Sizes | None = None) -> tuple[Tensor, ...]:
+        """Every result buffer, in order. Launchers get theirs here and nowhere else, so no write goes uncounted."""
+        sizes = self.axes(args) if sizes is None else sizes
+        return tuple(self._buffer(w, sizes, args) for w in self.writes.values())
+
+    def empty_scratch(self, args: Args, sizes: Sizes) -> tuple[Tensor, ...]:
+        return tuple(self._buffer(w, sizes, args) for w in self.scratch.values())
+
+    def costs(self, args: Args) -> tuple[Cost, ...]:
+        """One Cost per launch these arguments cause."""
+        sizes = self.axes(args)
+        made = {n: w for n, w in {**self.writes, **self.scratch}.items() if w.when(args)}
+
+        def size_of(name: str) -> int:
+            if name in made:
+                w = made[name]
+                return prod(sizes[a] for a in w.axes.split()) * self.dtype(w, args).itemsize
+            return nbytes(args[name]) if isinstance(args.get(name), Tensor) else 0
+
+        costs = []
+        for stage in self.stages or (Stage(self.name, tuple(self.reads), tuple(self.writes), self.flops),):
+            writes = [n for n in stage.writes if n in made]
+            if not writes:
+                continue
+            flops = stage.flops(sizes, args)
+            model, executed = flops if isinstance(flops, tuple) else (flops, flops)
+            costs.append(Cost(stage.name, sum(map(size_of, stage.reads)), sum(map(size_of, writes)), model, executed))
+        return tuple(costs)
+
+
+@dataclass(frozen=True)
+class Op:
+    """One fused op, whole: what it is, how it runs, what it must equal, and how it differentiates.
+
+    launch and reference share one signature and return the spec's results in order. `backward` is an Op whose parameters
+    are named after this op's inputs, results, "grad_<result>" and "need_<input>", and whose results are "grad_<input>":
+    autograd is wired by these names. passthrough: inputs whose gradient is a result's gradient itself. no_grad: inputs
+    for which there is no backward; giving one where gradients are wanted is an error.
+    """
+
+    spec: Spec
+    launch: Callable[..., tuple[Tensor, ...]]
+    reference: Callable[..., tuple[Tensor, ...]]
+    backward: Op | None = None
+    passthrough: Mapping[str, str] = field(default_factory=dict)
+    no_grad: frozenset[str] = frozenset()

@@ -1,0 +1,72 @@
+"""What a config is chosen for: a value, asked of a device once and never at import."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU as the config tables see it."""
+
+    backend: str  # "cuda" or "hip"
+    arch: int | str  # 80, 86, 90, 100, ... or "gfx942"
+    sms: int
+    smem_bytes: int  # per program, after opt-in
+    l2_bytes: int
+
+    @property
+    def capability(self) -> int:
+        """90 for sm_90; 0 on AMD."""
+        return self.arch if isinstance(self.arch, int) else 0
+
+    @property
+    def tma(self) -> bool:
+        """Tensor descriptors are hardware (below sm_90 the compiler rewrites them to pointers and spills)."""
+        return self.capability >= 90
+
+
+_KB, _MB = 1024, 1024 * 1024
+TARGETS = {
+    "sm_80": Target("cuda", 80, 108, 163 * _KB, 40 * _MB),  # A100
+    "sm_86": Target("cuda", 86, 84, 99 * _KB, 6 * _MB),  # A6000
+    "sm_89": Target("cuda", 89, 128, 99 * _KB, 72 * _MB),  # 4090
+    "sm_90": Target("cuda", 90, 132, 227 * _KB, 60 * _MB),  # H200
+    "sm_100": Target("cuda", 100, 148, 227 * _KB, 126 * _MB),  # B200
+    "gfx942": Target("hip", "gfx942", 304, 64 * _KB, 32 * _MB),  # MI300X
+}
+
+_override: list[Target] = []
+
+
+@contextmanager
+def override(target: Target) -> Iterator[None]:
+    """Choose configs for `target` whatever the tensors' device (tests, explain, ahead-of-time compilation)."""
+    _override.append(target)
+    try:
+        yield
+    finally:
+        _override.pop()
+
+
+@functools.lru_cache(maxsize=None)
+def _of_cuda(index: int) -> Target:
+    p = torch.cuda.get_device_properties(index)
+    if torch.version.hip:
+        name = p.gcnArchName.split(":")[0]
+        return Target("hip", name, p.multi_processor_count, 64 * _KB, p.L2_cache_size)
+    return Target("cuda", p.major * 10 + p.minor, p.multi_processor_count, p.shared_memory_per_block_optin, p.L2_cache_size)
+
+
+def target_of(device: torch.device) -> Target:
+    """The target for tensors on `device`; a CPU answers as an H200, the first target, so that plans can be read without one."""
+    if _override:
+        return _override[-1]
+    if device.type == "cuda":
+        return _of_cuda(torch.cuda.current_device() if device.index is None else device.index)
+    return TARGETS["sm_90"]
