@@ -66,7 +66,7 @@ class Builder(stock.InterpreterBuilder):
     def __init__(self) -> None:
         super().__init__()
         precisions = ("tf32", "tf32x3", "ieee", "bf16x3", "bf16x6")
-        self.options = dataclasses.replace(self.options, allowed_dot_input_precisions=precisions)
+        self.options: Any = dataclasses.replace(stock.InterpreterOptions(), allowed_dot_input_precisions=precisions)
         self.float_type: Any = tl.float32  # of float arguments and constants
         self.launch: Launch | None = None
 

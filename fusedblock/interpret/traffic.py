@@ -96,10 +96,10 @@ class _Bytes:
 
     def __init__(self, nbytes: int, traffic: ArgumentTraffic) -> None:
         self.traffic = traffic
-        self.read = np.zeros(nbytes, bool)
-        self.written = np.zeros(nbytes, bool)
-        self.reader = np.full(nbytes, _NOBODY, np.int64)  # the one program that loaded it, or _SEVERAL
-        self.writer = np.full(nbytes, _NOBODY, np.int64)  # the last program that stored it
+        self.read: np.ndarray = np.zeros(nbytes, bool)
+        self.written: np.ndarray = np.zeros(nbytes, bool)
+        self.reader: np.ndarray = np.full(nbytes, _NOBODY, np.int64)  # the one program that loaded it, or _SEVERAL
+        self.writer: np.ndarray = np.full(nbytes, _NOBODY, np.int64)  # the last program that stored it
 
     def add(self, access: Access) -> None:
         t, at, me = self.traffic, access.offsets, access.program
@@ -128,7 +128,7 @@ class _Bytes:
         """Mark the access's bytes in `seen`; how many were new."""
         new = 0
         for byte in range(access.itemsize):
-            at = access.offsets + byte
+            at: np.ndarray = access.offsets + byte
             fresh = at[~seen[at]]
             seen[fresh] = True
             # Lanes may repeat an address: count it once.
