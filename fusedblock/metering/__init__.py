@@ -1,0 +1,1 @@
+"""Launches, memory traffic and time, before and after the swap."""
