@@ -1,0 +1,140 @@
+"""What `fuse` did, and what the fused layers have done since: values that print themselves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ..blocks import Plan
+
+
+@dataclass
+class Calls:
+    """Calls of one fused layer. They go on while the model runs; calls inside a graph of torch.compile are not counted.
+
+    Attributes:
+        fused: calls that ran the kernels.
+        fallbacks: reason -> calls that ran the original forward.
+    """
+
+    fused: int = 0
+    fallbacks: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    """What `fuse` did to one decoder layer.
+
+    Attributes:
+        name: its path in the model.
+        index: its place in the list of layers that holds it.
+        layer_class: name of its original class.
+        status: "fused"; "already fused" by an earlier call; "fallback": it keeps its original forward; or "skipped" on request.
+        reason: why it is not fused; or, of a fused layer, why its calls would fall back as it is now; else empty.
+        calls: its calls since it was fused.
+    """
+
+    name: str
+    index: int
+    layer_class: str
+    status: str
+    reason: str
+    calls: Calls = field(default_factory=Calls)
+
+
+def ranges(indices: Iterable[int]) -> str:
+    """Of 0, 1, 2, 3, 7: "0-3, 7"."""
+    runs: list[list[int]] = []
+    for index in sorted(indices):
+        if runs and runs[-1][1] == index - 1:
+            runs[-1][1] = index
+        else:
+            runs.append([index, index])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _counts(records: Iterable[LayerRecord]) -> list[str]:
+    records = list(records)
+    reasons: Counter[str] = Counter()
+    for record in records:
+        reasons.update(record.calls.fallbacks)
+    lines = [f"calls: {sum(r.calls.fused for r in records)} fused, {sum(reasons.values())} fallback"]
+    lines += [f"    {count} x {reason}" for reason, count in reasons.most_common()]
+    return lines
+
+
+@dataclass(frozen=True)
+class FusionReport:
+    """What `fuse` did to each decoder layer. Prints as a summary, with the calls made until then."""
+
+    layers: tuple[LayerRecord, ...]
+
+    def having(self, *status: str) -> tuple[LayerRecord, ...]:
+        """The layers of these statuses."""
+        return tuple(record for record in self.layers if record.status in status)
+
+    @property
+    def fused(self) -> int:
+        """Layers that are fused now, by this call or an earlier one."""
+        return len(self.having("fused", "already fused"))
+
+    @property
+    def fused_calls(self) -> int:
+        """Calls of any layer that ran the kernels, until now."""
+        return sum(record.calls.fused for record in self.layers)
+
+    @property
+    def fallback_calls(self) -> int:
+        """Calls of any layer that ran the original forward, until now."""
+        return sum(self.fallbacks.values())
+
+    @property
+    def fallbacks(self) -> Counter[str]:
+        """Reason -> calls of any layer that ran the original forward for it."""
+        found: Counter[str] = Counter()
+        for record in self.layers:
+            found.update(record.calls.fallbacks)
+        return found
+
+    def __str__(self) -> str:
+        lines = [f"{self.fused} of {len(self.layers)} decoder layers fused"]
+        groups: dict[tuple[str, str, str], list[int]] = {}
+        for record in self.layers:
+            groups.setdefault((record.layer_class, record.status, record.reason), []).append(record.index)
+        for (layer_class, status, reason), indices in groups.items():
+            why = f", {'but ' if 'fused' in status else ''}{reason}" if reason else ""
+            lines.append(f"  {layer_class} {ranges(indices)}: {status}{why}")
+        lines += [f"  {line}" for line in _counts(self.layers)]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class LayerExplanation:
+    """One layer as it is now (record.reason: why the original forward runs) and the plan of each workload, if fused."""
+
+    record: LayerRecord
+    plans: tuple[tuple[str, Plan], ...]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which kernels run in each decoder layer and why; what falls back, why, and how often it did. Prints itself."""
+
+    layers: tuple[LayerExplanation, ...]
+    target: str  # the GPU that the plans are for
+
+    def __str__(self) -> str:
+        groups: dict[tuple[str, str, tuple[tuple[str, Plan], ...]], list[LayerRecord]] = {}
+        for layer in self.layers:
+            groups.setdefault((layer.record.layer_class, layer.record.reason, layer.plans), []).append(layer.record)
+        lines = []
+        for (layer_class, reason, plans), records in groups.items():
+            lines.append(f"{layer_class} {ranges(record.index for record in records)}")
+            if reason:
+                lines.append(f"  original forward: {reason}")
+            for workload, plan in plans:
+                lines.append(f"  {workload}: {len(plan.launches)} launches on {self.target}")
+                lines += [f"    {line}" for line in str(plan).splitlines()]
+            lines += [f"  {line}" for line in _counts(records)]
+        return "\n".join(lines)

@@ -1,0 +1,319 @@
+"""The swap: a decoder layer becomes, in place, an instance of a subclass of its own class.
+
+    layer.__class__ = type(original.__name__, (FusedLayer, original), ...)
+
+The object, its children, parameters, hooks and state-dict keys stay what they were; isinstance and names still hold;
+`super().forward` is the fallback; and the way back is to put the class back. All state of ours is one entry of the layer's
+__dict__, which is neither a module nor a buffer.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import types
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import blocks
+from ..blocks.functional import target_of
+from . import adapter, table
+from .report import Calls, Explanation, FusionReport, LayerExplanation, LayerRecord, ranges
+
+_STATE = "_fusedblock"
+# batch, seq, context, training
+_WORKLOADS = {"prefill, 1 x 2048": (1, 2048, 2048, False), "decode, 1 x 1 over 2048": (1, 1, 2048, False),
+              "training, 1 x 2048": (1, 2048, 2048, True)}  # fmt: skip
+
+
+class _State:
+    """What a fused layer knows beyond what its original knew."""
+
+    def __init__(self, name: str, index: int, saved: dict[str, Any] | None = None) -> None:
+        self.name, self.index = name, index
+        self.saved = saved or {}  # instance attributes that the swap replaced
+        self.calls = Calls()
+        self.binding: adapter.Binding | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:  # copies count for themselves and bind to their own parameters
+        return _State, (self.name, self.index)
+
+
+class FusedLayer(nn.Module):
+    """Mixin in front of an original decoder layer class. Each call runs fused, or falls back to the original forward."""
+
+    _fusedblock_original: type[nn.Module]
+    _fusedblock_spec: table.LayerSpec
+    _fusedblock_arguments: tuple[str, ...]  # after hidden_states, when given by position
+    _fusedblock_cache_names: tuple[str, ...]
+    _fusedblock_collector: Any
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        named = kwargs if not args else {**dict(zip(self._fusedblock_arguments, args)), **kwargs}
+        call = self._fusedblock_call(hidden_states, named)
+        compiling = torch.compiler.is_compiling()
+        if isinstance(call, str):
+            if not compiling:
+                self.__dict__[_STATE].calls.fallbacks[call] += 1
+            return super().forward(hidden_states, *args, **kwargs)
+        if not compiling:
+            self.__dict__[_STATE].calls.fused += 1
+        return blocks.forward(
+            call.spec, call.weights, hidden_states, call.cos, call.sin, mask=call.mask, causal=call.causal, update=call.update
+        )
+
+    def _fusedblock_call(self, hidden_states: Tensor, arguments: dict[str, Any]) -> adapter.Call | str:
+        """The fused call for these arguments, or why there is none."""
+        binding: adapter.Binding | str
+        if torch.compiler.is_compiling():
+            # Traced anew, so that the graph is guarded by the layer itself and not by what was remembered of it.
+            binding = adapter.bind(self, self._fusedblock_spec)
+        else:
+            state = self.__dict__[_STATE]
+            known = state.binding
+            if known is not None and adapter.is_current(known, self, self._fusedblock_spec):
+                binding = known
+            else:
+                binding = adapter.bind(self, self._fusedblock_spec)
+                state.binding = None if isinstance(binding, str) else binding
+        if isinstance(binding, str):
+            return binding
+        return adapter.prepare(binding, hidden_states, arguments, self._fusedblock_cache_names, self._fusedblock_collector)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles name the original class, which can be imported, and are fused again when they are made."""
+        if not _is_fused(self):  # a class made from ours, e.g. by FSDP2
+            return super().__reduce_ex__(protocol)
+        state = self.__dict__[_STATE]
+        attributes = {name: value for name, value in self.__dict__.items() if name != _STATE}
+        return _rebuild, (self._fusedblock_original, state.name, state.index), attributes
+
+
+def _rebuild(original: type[nn.Module], name: str, index: int) -> nn.Module:
+    layer = original.__new__(original)
+    layer.__dict__[_STATE] = _State(name, index)
+    layer.__class__ = _fused_class(original)
+    return layer
+
+
+@functools.cache
+def _fused_class(original: Any) -> type[FusedLayer]:
+    known = table.known_class(original)
+    if known is None:
+        raise ValueError(f"{original.__name__} is not supported, expected one of {', '.join(sorted(table.SPECS))}")
+    names = adapter.signature_names(original)
+    try:
+        capturing = importlib.import_module("transformers.utils.output_capturing")
+    except ImportError:
+        capturing = None
+    namespace = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "_fusedblock_original": original,
+        "_fusedblock_spec": table.SPECS[known.__name__],
+        "_fusedblock_arguments": names,
+        # transformers 5.24 renamed past_key_values to cache and still takes the old name.
+        "_fusedblock_cache_names": ("cache", "past_key_values") if "cache" in names else ("past_key_values",),
+        "_fusedblock_collector": getattr(capturing, "_active_collector", None),
+    }
+    return type(original.__name__, (FusedLayer, original), namespace)
+
+
+def _is_fused(module: nn.Module) -> bool:
+    """Exactly a class of ours, not one made from it."""
+    return "_fusedblock_original" in type(module).__dict__
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A decoder layer of a model; spec is None where its class is not supported."""
+
+    name: str
+    index: int
+    layer: nn.Module
+    spec: table.LayerSpec | None
+
+    def record(self, status: str, reason: str) -> LayerRecord:
+        return LayerRecord(self.name, self.index, type(self.layer).__name__, status, reason)
+
+
+def _decoder_layers(model: nn.Module) -> list[_Found]:
+    """The model's decoder layers, supported or not, in order. Raises ValueError naming the classes seen if none is supported."""
+    found: list[_Found] = []
+    seen: set[str] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList):
+            seen.update(type(item).__name__ for item in module)
+        known = table.known_class(type(module))
+        if known is not None or any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__):
+            tail = name.rpartition(".")[2]
+            spec = table.SPECS[known.__name__] if known else None
+            found.append(_Found(name, int(tail) if tail.isdecimal() else len(found), module, spec))
+    if not any(layer.spec for layer in found):
+        seen.update(type(layer.layer).__name__ for layer in found)
+        raise ValueError(
+            f"{type(model).__name__} has no decoder layer that can be fused: its layers are {', '.join(sorted(seen)) or 'none'}, "
+            f"supported are {', '.join(sorted(table.SPECS))}"
+        )
+    return found
+
+
+def _refusal(layer: nn.Module, spec: table.LayerSpec | None) -> str:
+    """Why the layer's class is not swapped, or an empty string."""
+    cls = type(layer)
+    known = table.known_class(cls)
+    if spec is None or known is None:
+        return f"{cls.__name__} is not supported"
+    if inspect.unwrap(cls.forward) is not inspect.unwrap(known.forward):  # type: ignore[attr-defined]
+        return f"{cls.__name__} overrides the forward of {known.__name__}"
+    for part in (known, *(type(getattr(layer, name)) for name in (spec.attention, spec.mlp, spec.input_norm, spec.post_norm))):
+        if reason := adapter.patched(part):
+            return reason
+    forward = layer.__dict__.get("forward")
+    hooked = "_hf_hook" in layer.__dict__ and adapter.is_bound(layer.__dict__.get("_old_forward"), layer, cls.forward)
+    if forward is not None and not hooked and not adapter.is_bound(forward, layer, cls.forward):
+        return "an instance attribute 'forward' would shadow the fused one"
+    return adapter.unsupported(layer, spec) or ""
+
+
+def _now(layer: nn.Module, spec: table.LayerSpec) -> str:
+    """Why calls of the layer would fall back as it is now, whatever their arguments; or an empty string."""
+    binding = adapter.bind(layer, spec)
+    if isinstance(binding, str):
+        return binding
+    shadowed = isinstance(layer, FusedLayer) and "forward" in layer.__dict__ and "_hf_hook" not in layer.__dict__
+    return "an instance attribute 'forward' shadows the fused one" if shadowed else ""
+
+
+def fuse(model: nn.Module, *, strict: bool = False, layers: Iterable[int] | None = None) -> FusionReport:
+    """Make the decoder layers of a HuggingFace model run on fused kernels, in place.
+
+    Parameters, state-dict keys, hooks, isinstance and class names stay as they are, so that training, saving, PEFT, FSDP2 and
+    generate go on as before. A call that the kernels cannot take runs the original forward, and the report counts it. The
+    arithmetic is that of transformers' modeling_llama, but rows that may attend to nothing (padding) give 0.
+
+    Args:
+        model: any module that contains supported decoder layers (LlamaDecoderLayer), or one such layer.
+        strict: raise instead of leaving any layer, selected by `layers`, to its original forward.
+        layers: indices, in the list that holds them, of the decoder layers to fuse; None: all.
+
+    Returns a FusionReport with one LayerRecord for each decoder layer. Raises ValueError, with nothing changed, if the model
+    has no supported layer, `layers` names one that it does not have, or a layer cannot be fused under strict.
+    """
+    found = _decoder_layers(model)
+    present = {layer.index for layer in found if layer.spec}
+    wanted = present if layers is None else set(layers)
+    if not wanted <= present:
+        raise ValueError(
+            f"fuse: layers has {ranges(wanted - present)}, but the decoder layers of {type(model).__name__} are {ranges(present)}"
+        )
+    records = []
+    for entry in found:
+        if entry.spec is not None and isinstance(entry.layer, FusedLayer):
+            record = entry.record("already fused", _now(entry.layer, entry.spec))
+            record = replace(record, calls=entry.layer.__dict__[_STATE].calls)
+        elif entry.spec is not None and entry.index not in wanted:
+            record = entry.record("skipped", "not in layers")
+        elif refusal := _refusal(entry.layer, entry.spec):
+            record = entry.record("fallback", refusal)
+        else:
+            assert entry.spec is not None
+            record = entry.record("fused", _now(entry.layer, entry.spec))
+        records.append(record)
+    failed = [f"  {r.name or r.layer_class}: {r.reason}" for r in records if r.reason and r.status != "skipped"]
+    if strict and failed:
+        raise ValueError(f"fuse: {len(failed)} of {len(found)} decoder layers cannot be fused\n" + "\n".join(failed))
+    for entry, record in zip(found, records):
+        if record.status == "fused":
+            _swap(entry.layer, record)
+    return FusionReport(tuple(records))
+
+
+def _swap(layer: nn.Module, record: LayerRecord) -> None:
+    original, attributes = type(layer), layer.__dict__
+    fused = _fused_class(original)
+    saved = {}
+    for name in ("forward", "_old_forward"):
+        # An instance forward hides the class's: accelerate keeps the original's under another name, others leave one behind.
+        if adapter.is_bound(attributes.get(name), layer, original.forward):
+            saved[name] = attributes.pop(name)
+    layer.__class__ = fused
+    if "_old_forward" in saved:
+        attributes["_old_forward"] = types.MethodType(fused.forward, layer)
+    state = _State(record.name, record.index, saved)
+    state.calls = record.calls
+    attributes[_STATE] = state
+
+
+def unfuse(model: nn.Module) -> int:
+    """Give every fused layer of the model its original class back. Returns how many there were.
+
+    Raises RuntimeError, with nothing changed, if a layer's class was replaced after fuse (FSDP2 does that): undo that first.
+    """
+    fused = []
+    for name, module in model.named_modules():
+        if not isinstance(module, FusedLayer):
+            continue
+        if not _is_fused(module):
+            raise RuntimeError(
+                f"unfuse: the class of {name or 'model'} was replaced after fuse, by {type(module).__name__} "
+                f"({type(module).__mro__[1].__name__} and others); undo that first"
+            )
+        fused.append(module)
+    for module in fused:
+        _restore(module)
+    return len(fused)
+
+
+def _restore(layer: FusedLayer) -> None:
+    fused, original = type(layer), layer._fusedblock_original
+    attributes = layer.__dict__
+    saved = attributes.pop(_STATE).saved
+    layer.__class__ = original  # type: ignore[assignment]
+    for name in ("forward", "_old_forward"):
+        if adapter.is_bound(attributes.get(name), layer, fused.forward):  # put there by us, or by accelerate after fuse
+            del attributes[name]
+            if name == "_old_forward":
+                attributes[name] = saved.get(name) or types.MethodType(original.forward, layer)
+        if name == "forward" and name in saved:
+            attributes.setdefault(name, saved[name])
+
+
+def explain(model: nn.Module) -> Explanation:
+    """Which kernels each decoder layer runs for a prefill, a decode step and a training step, and why; what falls back.
+
+    The model may be fused or not. Plans are for the device of its parameters; on the CPU, for an H200. Raises ValueError if
+    the model has no supported layer.
+    """
+    explanations, target = [], None
+    for entry in _decoder_layers(model):
+        fused = isinstance(entry.layer, FusedLayer)
+        record = entry.record("fused" if fused else "fallback", "")
+        if entry.spec is None or not fused:
+            reason = _refusal(entry.layer, entry.spec) or "not fused"
+        else:
+            reason = _now(entry.layer, entry.spec)
+            record = replace(record, calls=entry.layer.__dict__[_STATE].calls)
+        record = replace(record, status="fallback" if reason else "fused", reason=reason)
+        plans: tuple[tuple[str, blocks.Plan], ...] = ()
+        if entry.spec is not None and not reason:
+            binding = adapter.bind(entry.layer, entry.spec)
+            assert not isinstance(binding, str)
+            target = target_of(binding.weights.q.device)
+            plans = tuple(_plans(binding, target))
+        explanations.append(LayerExplanation(record, plans))
+    name = "" if target is None else f"sm_{target.capability}" if target.capability else str(target.arch)
+    return Explanation(tuple(explanations), name)
+
+
+def _plans(binding: adapter.Binding, target: Any) -> Iterator[tuple[str, blocks.Plan]]:
+    for workload, (batch, seq, context, training) in _WORKLOADS.items():
+        yield workload, blocks.plan(
+            binding.spec, batch=batch, seq=seq, context=context, dtype=binding.weights.q.dtype, training=training, target=target
+        )
