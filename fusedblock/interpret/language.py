@@ -83,6 +83,9 @@ class _Recorder:
 @functools.cache
 def language() -> list[tuple[Any, str, Any]]:
     """Every attribute of triton.language that a launch replaces. Made once: making it is slow, applying it is not."""
+    # Triton imports these on first use, and they keep the functions of tl that they find: let them find the real ones.
+    import triton.compiler.code_generator
+    import triton.experimental.gluon  # noqa: F401
     from triton.language.extra import cuda, libdevice
 
     recorder = _Recorder()

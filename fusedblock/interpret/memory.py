@@ -62,7 +62,7 @@ def _extent_bytes(t: Tensor) -> int:
 
 
 def _merge(group: list[tuple[int, str, int, Tensor]]) -> Region:
-    """One region for tensors (address, name, stop, tensor) that overlap in memory."""
+    """One region for tensors (address, name, stop, tensor) that overlap in memory, by ascending address."""
     start, stop = group[0][0], max(member[2] for member in group)
     dense = any(
         t.numel() * t.element_size() == stop - start and address == start and 0 not in t.stride() for address, _, _, t in group
@@ -96,15 +96,15 @@ class Launch:
                     raise ValueError(f"{self.kernel}: {full_name} has layout {t.layout}, expected torch.strided")
                 if t.numel():
                     spans.append((t.data_ptr(), full_name, t.data_ptr() + _extent_bytes(t), t))
-        self.regions = []
-        group: list[tuple[int, str, int, Tensor]] = []
+        groups: list[list[tuple[int, str, int, Tensor]]] = []
         for span in sorted(spans, key=lambda s: s[0]):
-            if group and span[0] >= max(member[2] for member in group):
-                self.regions.append(_merge(group))
-                group = []
-            group.append(span)
-        if group:
-            self.regions.append(_merge(group))
+            if groups and span[0] < max(member[2] for member in groups[-1]):
+                groups[-1].append(span)
+            else:
+                groups.append([span])
+        order = {name: i for i, (_, name, _, _) in enumerate(spans)}
+        groups.sort(key=lambda group: min(order[member[1]] for member in group))  # back to the order of the arguments
+        self.regions = [_merge(group) for group in groups]
 
     def locate(self, pointers: np.ndarray, itemsize: int, what: str) -> list[tuple[Region, np.ndarray]]:
         """Each region that these element addresses (uint64, at least one) reach, and their byte offsets in it.
