@@ -41,8 +41,9 @@ def main() -> None:
 
     with torch.no_grad():
         expected = model.model.layers[LAYER](hidden, position_embeddings=position_embeddings)
-        print(fusedblock.fuse(layer))
+        report = fusedblock.fuse(layer)
         output = layer(hidden, position_embeddings=position_embeddings)
+    print(report)
     print(f"relative difference from the model's own layer: {(output - expected).norm() / expected.norm():.1e}")
 
 

@@ -51,11 +51,12 @@ def main() -> None:
 
     with torch.no_grad():
         logits_before, tokens_before = model(prompt).logits, generate()
-        print(fusedblock.fuse(model))
+        report = fusedblock.fuse(model)
         logits, tokens = model(prompt).logits, generate()
         fusedblock.unfuse(model)
         logits_after = model(prompt).logits
 
+    print(report)
     error = (logits - logits_before).norm() / logits_before.norm()
     print(f"relative difference of the logits, fused against original layers: {error:.1e}")
     print(f"same {args.tokens} greedy tokens: {torch.equal(tokens, tokens_before)}")

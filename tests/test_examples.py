@@ -12,9 +12,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
+FUSED = r"calls: [1-9]\d* fused, 0 fallback"
 EXPECTED = {
-    "swap_and_generate": [r"same 16 greedy tokens: True", r"same bits again after unfuse: True"],
-    "load_one_layer": [r"layer 1 holds the checkpoint's weights: True"],
+    "swap_and_generate": [FUSED, r"same 16 greedy tokens: True", r"same bits again after unfuse: True"],
+    "load_one_layer": [FUSED, r"layer 1 holds the checkpoint's weights: True"],
     "measure_layer": [r"(?i)launches", r"(?i)prefill", r"(?i)decode", r"(?i)train"],
 }
 
