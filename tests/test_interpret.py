@@ -578,4 +578,7 @@ def test_traffic_of_atomics_and_of_overlapping_arguments():
     assert (out_traffic.atomic_bytes, out_traffic.issued_read_bytes) == (2 * 12 * 4, 2 * 12 * 4)
     assert atomic.total("write_races") == 0
     assert list(overlapping.arguments) == ["x|y"]
+    assert overlapping.argument("y") is overlapping.arguments["x|y"]
+    with pytest.raises(KeyError, match="no tensor argument z"):
+        overlapping.argument("z")
     assert (overlapping.read_bytes, overlapping.written_bytes) == (16, 16)

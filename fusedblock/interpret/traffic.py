@@ -44,6 +44,13 @@ class LaunchTraffic:
     grid: tuple[int, int, int]
     arguments: dict[str, ArgumentTraffic]
 
+    def argument(self, name: str) -> ArgumentTraffic:
+        """The traffic of argument `name`, also where it overlaps others. Raises KeyError where no tensor has that name."""
+        for joined, traffic in self.arguments.items():
+            if name in joined.split("|"):
+                return traffic
+        raise KeyError(f"{self.kernel} has no tensor argument {name}, only {', '.join(self.arguments)}")
+
     def total(self, name: str) -> int:
         """Sum of one ArgumentTraffic field over the arguments."""
         return sum(getattr(argument, name) for argument in self.arguments.values())
