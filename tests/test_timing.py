@@ -38,7 +38,10 @@ def test_summary_is_median_and_quartiles() -> None:
         summarize([], "queue")
 
 
-@pytest.mark.parametrize("size, l2, most, sets", [(10, 60, 64, 18), (180, 60, 64, 1), (181, 60, 64, 1), (179, 60, 64, 2), (1, 60, 64, 64), (0, 60, 8, 8)])  # fmt: skip
+@pytest.mark.parametrize(
+    "size, l2, most, sets",
+    [(10, 60, 64, 18), (180, 60, 64, 1), (181, 60, 64, 1), (179, 60, 64, 2), (1, 60, 64, 64), (0, 60, 8, 8)],
+)
 def test_input_sets_exceed_three_times_the_cache(size: int, l2: int, most: int, sets: int) -> None:
     assert input_sets(size, l2, most) == sets
 

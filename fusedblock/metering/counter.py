@@ -12,7 +12,7 @@ what the GPU really moves can be less (L2) or more (re-reads). Real, meta and fa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -142,7 +142,8 @@ def _moved(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
     if packet in _FREE or func.is_view:
         return None
     inputs, results = _tensors((args, kwargs)), _tensors(out)
-    changed, given = [], []  # `given` buffers (out=...) are written without being read
+    changed: list[Tensor] = []
+    given: list[Tensor] = []  # buffers to write (out=...), which are not read
     for i, a in enumerate(func._schema.arguments):
         if a.alias_info is not None and a.alias_info.is_write:
             value = args[i] if i < len(args) else kwargs.get(a.name)
@@ -169,6 +170,9 @@ class Totals:
     @property
     def bytes(self) -> int:
         return self.read_bytes + self.written_bytes
+
+    def __add__(self, other: Totals) -> Totals:
+        return Totals(*(a + b for a, b in zip(astuple(self), astuple(other))))
 
     @staticmethod
     def of(costs: Iterable[Cost]) -> Totals:

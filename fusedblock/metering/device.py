@@ -8,6 +8,7 @@ import platform
 import re
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +56,7 @@ def measure_ceilings(device: torch.device | str = "cuda") -> Ceilings:
     return _measured(torch.cuda.current_device() if index is None else index)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _measured(index: int) -> Ceilings:
     with torch.cuda.device(index), torch.no_grad():
         device = torch.device("cuda", index)
@@ -63,26 +64,23 @@ def _measured(index: int) -> Ceilings:
         size = min(2**31, free // 4) // 4096 * 4096
         source = torch.empty(size // 4, dtype=torch.int32, device=device).random_()
         target = torch.empty_like(source)
-        copy = 2 * size / _best_ms(lambda: target.copy_(source)) / 1e6
-        del target
+        copy = 2 * size / _best_ms(target.copy_, source) / 1e6
         # max() of rows: one read of everything, a negligible result. Few rows a program keep many loads in flight.
-        rows = source.view(-1, 1024)
-        read = size / _best_ms(lambda: rows.amax(1)) / 1e6
-        del source, rows
+        read = size / _best_ms(source.view(-1, 1024).amax, 1) / 1e6
+        del source, target
         n = 8192 if free > 2**31 else 2048
         a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
-        out = torch.empty_like(a)
-        gemm = 2 * n**3 / _best_ms(lambda: torch.matmul(a, b, out=out)) / 1e9
+        gemm = 2 * n**3 / _best_ms(torch.matmul, a, b) / 1e9
         return Ceilings(round(copy, 1), round(max(read, copy), 1), round(gemm, 1), f"measured, {time.strftime('%Y-%m-%d')}")
 
 
-def _best_ms(run: Any, repeats: int = 12, warmup: int = 3) -> float:
+def _best_ms(run: Callable[..., Any], *args: Any, repeats: int = 12, warmup: int = 3) -> float:
     """A ceiling is what can be reached, so the least of several, unlike the medians of timing.py."""
     times = []
     for i in range(warmup + repeats):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        run()
+        run(*args)
         end.record()
         torch.cuda.synchronize()
         if i >= warmup:
@@ -97,7 +95,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _driver() -> str | None:
     try:
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -135,7 +133,7 @@ def describe(device: torch.device | str | None = None) -> dict[str, Any]:
     }
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _cpu_name() -> str:
     try:
         with open("/proc/cpuinfo") as info:

@@ -1,0 +1,256 @@
+"""`measure`: one workload of a model or layer, before the swap and after it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fusedblock.kernels._spec import Cost
+from fusedblock.kernels._target import override, target_of
+from fusedblock.models.swap import fuse, unfuse
+
+from . import device as machine
+from . import timing
+from .counter import Totals, TrafficCounter
+from .report import OpRow, Report, Side
+from .workload import (
+    BASELINES,
+    LayerCall,
+    OutsideCall,
+    Workload,
+    copy_module,
+    decoder_layers,
+    groups,
+    layer_of_config,
+    on,
+    outside_parts,
+    without_memory,
+    workload,
+)
+
+_CPU = torch.device("cpu")
+
+
+def measure(
+    model: Any, *, batch: int, seq: int, phase: str = "prefill", context: int | None = None, baseline: str = "eager",
+    device: torch.device | str | None = None,
+) -> Report:  # fmt: skip
+    """Launches, compulsory HBM bytes, FLOPs and, on a GPU, time of one workload, before and after the layers are fused.
+
+    Both sides are counted by one rule (fusedblock.metering.counter), on tensors without memory, so that any size can be
+    counted anywhere. Of equal layers one is measured and the numbers are multiplied. Times are medians of CUDA-graph
+    replays of the layers, taken in turns; embedding, last norm and output projection are counted, not timed. The model does
+    not change: copies are measured, which share its weights where it is on the GPU.
+
+    model: a transformers model or decoder layer, fused or not, with weights or on the meta device; or a transformers config,
+        of which one layer is measured.
+    batch, seq: sequences, and tokens of each in one call.
+    phase: "prefill": forward, no cache unless context says so. "decode": forward of seq new tokens (1 as a rule) on a
+        DynamicCache. "train": forward and backward.
+    context: keys that a token may attend to, itself included; decode needs it, prefill and train have seq.
+    baseline: the attention of the layer before: "eager" or "sdpa". After, the layer is called as under "sdpa".
+    device: where to time; a CPU only counts, for the kernels that an H200 would run. None: where the model's weights are; for
+        a config or a model on meta the GPU if there is one.
+
+    Raises ValueError naming the argument; TypeError for quantised or sharded weights; RuntimeError for a GPU that is not there.
+    """
+    work = workload(phase, batch, seq, context)
+    if baseline not in BASELINES:
+        raise ValueError(f"measure: baseline={baseline!r}, expected one of {', '.join(BASELINES)}")
+    if isinstance(model, nn.Module):
+        subject, source = type(model).__name__, model
+    elif hasattr(model, "model_type") and hasattr(model, "num_hidden_layers"):
+        subject, source = f"one layer of {model.model_type}", layer_of_config(model)
+    else:
+        raise ValueError(f"measure: model is a {type(model).__name__}, expected a torch.nn.Module or a transformers config")
+    layers = decoder_layers(source)
+    where = _device(layers[0], device)
+
+    notes = ["bytes are compulsory: each launch reads its distinct inputs once and writes its results once"]
+    if len(layers) > 1:
+        notes.append(f"{len(groups(layers))} of {len(layers)} layers measured, the numbers multiplied")
+    if baseline == "eager":
+        notes.append("after: called as under attn_implementation='sdpa', which needs no mask in memory for causal attention")
+    rows: tuple[dict[str, Totals], dict[str, Totals]] = ({}, {})
+    floors, samples = [0.0, 0.0], []
+    ceilings = machine.ceilings(where) if where.type == "cuda" else None
+    with _Progress() as progress:
+        for layer, count in groups(layers):
+            progress("counting")
+            for side, launches in enumerate(_count_layer(layer, work, baseline, where, notes)):
+                _add(rows[side], launches, count)
+                if ceilings:
+                    floors[side] += count * sum(_floor(ceilings, c) for c in launches)
+            if ceilings:
+                progress(f"timing on {torch.cuda.get_device_name(where)}")
+                try:
+                    samples.append((count, _time_layer(layer, work, baseline, where)))
+                except torch.OutOfMemoryError:
+                    notes.append("no times: a layer with its inputs does not fit into the memory of the GPU")
+                    ceilings, samples = None, []
+        outside = _count_outside(source, work)
+    timings: list[timing.Timing | None] = [None, None]
+    if ceilings:
+        timings = [_sum([(count, pair[side]) for count, pair in samples]) for side in (0, 1)]
+        if any(t is not None and t.method != "graph" for t in timings):
+            notes.append("times are of queued calls, which a CUDA graph did not replay: gaps between launches count")
+    labels = (f"transformers, {baseline} attention", "fused")
+    before, after = (
+        Side(labels[i], (*_rows(rows[i], "layers"), *_rows(outside, "outside")), timings[i], floors[i] if ceilings else None)
+        for i in (0, 1)
+    )
+    dtype = str(next(layers[0].parameters()).dtype).removeprefix("torch.")
+    return Report(
+        subject,
+        phase,
+        batch,
+        seq,
+        work.context,
+        dtype,
+        len(layers),
+        baseline,
+        before,
+        after,
+        machine.describe(where),
+        machine.versions(),
+        ceilings,
+        time.strftime("%Y-%m-%d"),
+        tuple(dict.fromkeys(notes)),
+    )
+
+
+def _device(layer: nn.Module, device: torch.device | str | None) -> torch.device:
+    held = next(layer.parameters()).device
+    if device is None:
+        device = held if held.type != "meta" else "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"measure: device={str(device)!r}, expected a CPU or a CUDA device")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise RuntimeError(f"measure: device={str(device)!r}, but torch sees no GPU here")
+        return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    return device
+
+
+def _count_layer(layer: nn.Module, work: Workload, baseline: str, where: torch.device, notes: list[str]) -> list[list[Cost]]:
+    """The launches of one call, before and after."""
+    found = []
+    for fused in (False, True):
+        with FakeTensorMode(), override(target_of(where)):
+            made = copy_module(layer, without_memory)
+            _trainable(made, work)
+            unfuse(made)
+            swapped = fuse(made) if fused else None
+            call = LayerCall(made, work, "sdpa" if fused else baseline, _CPU)
+            with TrafficCounter() as counter:
+                call()
+        if swapped is not None:
+            reasons = {r.reason for r in swapped.layers if r.reason} | set(swapped.fallbacks)
+            notes += [f"not fused: {reason}" for reason in sorted(reasons)]
+        found.append(counter.launches)
+    return found
+
+
+def _count_outside(model: nn.Module, work: Workload) -> dict[str, Totals]:
+    found: dict[str, Totals] = {}
+    parts = outside_parts(model)
+    if len(parts):
+        with FakeTensorMode():
+            made = copy_module(parts, without_memory)
+            assert isinstance(made, nn.ModuleDict)
+            _trainable(made, work)
+            call = OutsideCall(dict(made.items()), work)
+            with TrafficCounter() as counter:
+                call()
+        _add(found, counter.launches, 1)
+    return found
+
+
+def _trainable(module: nn.Module, work: Workload) -> None:
+    """Frozen parameters stay frozen, unless all are: then the model is loaded for inference, and training it means all."""
+    if work.training and not any(p.requires_grad for p in module.parameters()):
+        module.requires_grad_(True)
+
+
+def _time_layer(layer: nn.Module, work: Workload, baseline: str, device: torch.device) -> list[timing.Timing]:
+    """Before and after, in turns, over as many sets of weights and inputs as it takes to leave the L2 cache."""
+    with torch.cuda.device(device), torch.random.fork_rng([device]), ExitStack() as stack:
+        stack.callback(torch.cuda.empty_cache)
+        calls: dict[str, list[LayerCall]] = {"before": [], "after": []}
+        sets = 1
+        while len(calls["before"]) < sets:
+            fresh = len(calls["before"]) > 0
+            weights = copy_module(layer, on(device, fresh))
+            _trainable(weights, work)
+            unfuse(weights)
+            fused = copy_module(weights, on(device))
+            fuse(fused)
+            calls["before"].append(LayerCall(weights, work, baseline, device))
+            calls["after"].append(LayerCall(fused, work, "sdpa", device))
+            sets = timing.input_sets(calls["before"][0].bytes(), target_of(device).l2_bytes)
+        times = timing.interleave(calls, timer=timing.CudaTimer())
+        return [times["before"], times["after"]]
+
+
+def _floor(ceilings: machine.Ceilings, cost: Cost) -> float:
+    return ceilings.floor_ms(cost.read_bytes, cost.written_bytes, cost.executed_flops)
+
+
+def _sum(parts: list[tuple[int, timing.Timing]]) -> timing.Timing:
+    low, mid, high = (sum(n * getattr(t, name) for n, t in parts) for name in ("low_ms", "median_ms", "high_ms"))
+    method = "graph" if all(t.method == "graph" for _, t in parts) else "queue"
+    return timing.Timing(mid, low, high, min(t.samples for _, t in parts), method)
+
+
+def _add(rows: dict[str, Totals], launches: list[Cost], count: int) -> None:
+    by_name: dict[str, list[Cost]] = {}
+    for cost in launches:
+        by_name.setdefault(cost.name, []).extend([cost] * count)
+    for name, costs in by_name.items():
+        rows[name] = rows.get(name, Totals()) + Totals.of(costs)
+
+
+def _rows(totals: dict[str, Totals], where: str) -> list[OpRow]:
+    return [
+        OpRow(_plain_name(name), where, t.launches, t.read_bytes, t.written_bytes, t.flops, t.executed_flops)
+        for name, t in totals.items()
+    ]
+
+
+def _plain_name(name: str) -> str:
+    """SDPA is counted through its CPU operator, which stands for whichever kernel a GPU takes."""
+    name = name.removeprefix("aten.")
+    if name.startswith("_scaled_dot_product_"):
+        return "scaled_dot_product_attention" + ("_backward" if name.endswith("_backward") else "")
+    return name
+
+
+class _Progress:
+    """Says on stderr what goes on, once it has gone on for two seconds."""
+
+    def __enter__(self) -> _Progress:
+        self.stage, self.shown = "", False
+        self.timer = threading.Timer(2.0, self._show)
+        self.timer.daemon = True
+        self.timer.start()
+        return self
+
+    def __call__(self, stage: str) -> None:
+        changed, self.stage = stage != self.stage, stage
+        if self.shown and changed:
+            self._show()
+
+    def _show(self) -> None:
+        self.shown = True
+        print(f"fusedblock.measure: {self.stage} ...", file=sys.stderr, flush=True)
+
+    def __exit__(self, *error: object) -> None:
+        self.timer.cancel()

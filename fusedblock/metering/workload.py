@@ -1,0 +1,248 @@
+"""What is measured: copies of decoder layers that share no module with the user's, and the calls that a model makes of them.
+
+A copy is fake (shapes and dtypes, no memory) for counting, or real for timing, where it may share the user's weights.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fusedblock.models.adapter import signature_names
+from fusedblock.models.table import SPECS, LayerSpec, known_class
+
+PHASES = ("prefill", "decode", "train")
+BASELINES = ("eager", "sdpa")
+Make = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """batch, seq: tokens of a call; context: keys a token may attend to, itself included, so context - seq are cached before."""
+
+    phase: str
+    batch: int
+    seq: int
+    context: int
+
+    @property
+    def training(self) -> bool:
+        return self.phase == "train"
+
+    @property
+    def cached(self) -> int:
+        return self.context - self.seq
+
+
+def workload(phase: str, batch: int, seq: int, context: int | None) -> Workload:
+    """Checked. Raises ValueError naming the argument."""
+    if phase not in PHASES:
+        raise ValueError(f"measure: phase={phase!r}, expected one of {', '.join(PHASES)}")
+    for name, value in (("batch", batch), ("seq", seq), ("context", 1 if context is None else context)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"measure: {name}={value!r}, expected a positive integer")
+    if context is None:
+        if phase == "decode":
+            raise ValueError("measure: phase='decode' needs context=, the number of keys that the new tokens may attend to")
+        context = seq
+    if context < seq:
+        raise ValueError(f"measure: context={context} is less than seq={seq}, whose tokens it includes")
+    if phase == "train" and context != seq:
+        raise ValueError(f"measure: context={context}, but training has no cache: expected seq={seq}")
+    return Workload(phase, batch, seq, context)
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Every layer that fuse knows, in order. Raises ValueError if there is none."""
+    found = [module for module in model.modules() if known_class(type(module)) is not None]
+    if not found:
+        raise ValueError(
+            f"measure: {type(model).__name__} has no decoder layer that can be fused; known: {', '.join(sorted(SPECS))}"
+        )
+    return found
+
+
+def groups(layers: Iterable[nn.Module]) -> list[tuple[nn.Module, int]]:
+    """(a layer, how many are like it): same class, same parameters but for their values, same hyperparameters of its parts."""
+    found: dict[Any, list[nn.Module]] = {}
+    for layer in layers:
+        tensors = tuple((n, tuple(t.shape), t.dtype, t.requires_grad) for n, t in layer.named_parameters())
+        parts = tuple((n, type(m).__name__, m.extra_repr()) for n, m in layer.named_modules())
+        found.setdefault((tensors, parts), []).append(layer)
+    return [(same[0], len(same)) for same in found.values()]
+
+
+def layer_of_config(config: Any) -> nn.Module:
+    """One decoder layer, on the meta device, of the model that a transformers config describes. Raises ValueError."""
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = 1
+    if getattr(config, "layer_types", None):
+        config.layer_types = list(config.layer_types)[:1]
+    dtype = getattr(config, "dtype", None) or torch.bfloat16
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    return decoder_layers(model)[0]
+
+
+def copy_module(module: nn.Module, make: Make) -> nn.Module:
+    """A copy with `make(tensor)` in the place of each parameter and buffer, and without hooks.
+
+    Ties within the module are kept. Nothing of the original changes. Raises TypeError for parameters of a class of their own
+    (quantised or sharded ones), whose kernels nobody here can count.
+    """
+    memo: dict[int, Any] = {}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if type(tensor) not in (Tensor, nn.Parameter, FakeTensor):
+            raise TypeError(f"measure: {name} is a {type(tensor).__name__}; only plain tensors can be measured")
+        made = make(tensor)
+        memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    for part in module.modules():
+        if "_hf_hook" in part.__dict__:  # accelerate's, which holds weights
+            memo[id(part.__dict__["_hf_hook"])] = None
+    made_module = copy.deepcopy(module, memo)
+    for part in made_module.modules():
+        for name in ("forward", "_hf_hook", "_old_forward"):
+            part.__dict__.pop(name, None)
+        for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks):
+            hooks.clear()
+        if "gradient_checkpointing" in part.__dict__:
+            part.__dict__["gradient_checkpointing"] = False
+    return made_module
+
+
+def without_memory(tensor: Tensor) -> Tensor:
+    """For `copy_module` inside FakeTensorMode. On the CPU: there SDPA is one kernel also when it is fake."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
+def on(device: torch.device, fresh: bool = False) -> Make:
+    """For `copy_module`: the same memory if it is there already (unless fresh); random values for tensors on meta."""
+
+    def make(tensor: Tensor) -> Tensor:
+        if tensor.is_meta:
+            made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            return made.normal_(0, 0.02) if made.is_floating_point() else made.zero_()
+        held = tensor.detach()
+        moved = held.to(device)
+        return moved.clone() if fresh and moved is held else moved
+
+    return make
+
+
+class LayerCall:
+    """One layer with the inputs of a workload, callable again and again with the same effect.
+
+    attention: what the layer's model would be set to; it decides the mask that the layer receives, as transformers makes it.
+    Under FakeTensorMode everything here is fake.
+    """
+
+    def __init__(self, layer: nn.Module, work: Workload, attention: str, device: torch.device) -> None:
+        known = known_class(type(layer))
+        assert known is not None
+        self.layer, self.work, self.device = layer, work, device
+        self.spec: LayerSpec = SPECS[known.__name__]
+        self.attention: Any = getattr(layer, self.spec.attention)
+        layer.train(work.training)
+        for part in layer.modules():
+            config: Any = getattr(part, "config", None)
+            if config is not None:
+                config._attn_implementation = attention
+        weight = getattr(layer, self.spec.input_norm).weight
+        self.dtype: torch.dtype = weight.dtype
+        head_dim = getattr(self.attention, self.spec.head_dim)
+        self.x = self._random(work.batch, work.seq, weight.shape[0]).requires_grad_(work.training)
+        self.grad_out = self._random(*self.x.shape) if work.training else None
+        angle = self._random(1, work.seq, head_dim // 2)
+        angle = torch.cat([angle, angle], -1)
+        self.arguments = {
+            "attention_mask": self._mask(attention),
+            "position_ids": torch.arange(work.cached, work.context, device=device)[None],
+            "position_embeddings": (angle.cos(), angle.sin()),
+            "use_cache": False,
+        }
+        self.cache: Any = None
+        if work.cached:
+            from transformers import DynamicCache
+
+            self.cache = DynamicCache()
+            kv_heads = getattr(self.attention, self.spec.k).weight.shape[0] // head_dim
+            self.filled = [self._random(work.batch, kv_heads, work.cached, head_dim) for _ in range(2)]
+            self.cache.update(*self.filled, self.attention.layer_idx)
+            name = "cache" if "cache" in signature_names(known) else "past_key_values"
+            self.arguments |= {name: self.cache, "use_cache": True}
+        self.wanted = [self.x, *(p for p in layer.parameters() if p.requires_grad)] if work.training else []
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, dtype=self.dtype, device=self.device)
+
+    def _mask(self, attention: str) -> Tensor | None:
+        """eager always gets an additive mask; sdpa a bool one only if its causal flag cannot say it."""
+        work = self.work
+        shape = (work.batch, 1, work.seq, work.context)
+        if attention == "eager":
+            mask = torch.full(shape[1:], torch.finfo(self.dtype).min, dtype=self.dtype, device=self.device)
+            return mask.triu(work.cached + 1).expand(shape).contiguous()
+        if work.cached and work.seq > 1:
+            return torch.ones(shape[1:], dtype=torch.bool, device=self.device).tril(work.cached).expand(shape)
+        return None
+
+    def __call__(self) -> Any:
+        if self.cache is not None:  # as it was before the last call
+            held = self.cache.layers[self.attention.layer_idx]
+            held.keys, held.values = self.filled
+        with torch.set_grad_enabled(self.work.training):
+            out = self.layer(self.x, **self.arguments)
+            out = out[0] if isinstance(out, tuple) else out
+            return torch.autograd.grad(out, self.wanted, self.grad_out) if self.work.training else out
+
+    def bytes(self) -> int:
+        """Of weights and inputs: what one call brings into the cache, at least."""
+        tensors = [*self.layer.parameters(), self.x, *(self.filled if self.cache is not None else [])]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+
+class OutsideCall:
+    """Embedding, last norm and output projection: the same before and after. Inference needs the last token's logits only."""
+
+    def __init__(self, parts: dict[str, nn.Module], work: Workload) -> None:
+        self.parts, self.work = parts, work
+        self.ids = torch.zeros(work.batch, work.seq, dtype=torch.int64)
+
+    def __call__(self) -> None:
+        training = self.work.training
+        with torch.set_grad_enabled(training):
+            embedded = self.parts["embedding"](self.ids)
+            hidden = embedded.detach().requires_grad_(training)  # stands for what the layers made of it
+            out = self.parts["norm"](hidden) if "norm" in self.parts else hidden
+            if "head" in self.parts:
+                out = self.parts["head"](out if training else out[:, -1:])
+            if training:
+                after = [self.parts[n] for n in ("norm", "head") if n in self.parts]
+                self._backward(out, [hidden, *(p for part in after for p in part.parameters() if p.requires_grad)])
+                self._backward(embedded, [p for p in self.parts["embedding"].parameters() if p.requires_grad])
+
+    @staticmethod
+    def _backward(out: Tensor, inputs: list[Tensor]) -> None:
+        if inputs and out.grad_fn is not None:
+            torch.autograd.grad(out, inputs, torch.empty_like(out))
+
+
+def outside_parts(model: Any) -> nn.ModuleDict:
+    """The parts of a transformers model around its layers; empty for anything else."""
+    parts = nn.ModuleDict()
+    if hasattr(model, "get_input_embeddings") and hasattr(model, "base_model"):
+        found = {
+            "embedding": model.get_input_embeddings(),
+            "norm": getattr(model.base_model, "norm", None),
+            "head": model.get_output_embeddings(),
+        }
+        parts.update({name: part for name, part in found.items() if isinstance(part, nn.Module)})
+    return parts
