@@ -43,38 +43,40 @@ class Config:
 # (largest M, config), first that fits. Tables by target family and kind; kinds: "nt" forward with one accumulator,
 # "pair" forward with two accumulators of block_n / 2 columns (gate and up), "nn" grad_input, "tn" grad_weight.
 _BIG = 1 << 62
-# H200, 2026-11-29 (prototype runs against cuBLAS): 128x256x64, 8 warps, 3 stages, flattened persistent loop.
+# H200, 2026-11-29, beside cuBLAS at Llama-3.1-8B's widths: M 4096 128x256x64 w8 s3 (o 726, down 718, qkv 748 TFLOP/s; cuBLAS
+# 769, 700, 775), M 512 128x128x64 w4 s4 (605; 684), M 1 and 16 16x16x256 w2 s4 (o 12.5, down 32.3 us; 14.0, 33.3) and for
+# pairs 16x64x256 w4 s3 (59.0; 62.2).
 _SM90 = {
     "nt": (
-        (16, Config(16, 32, 256, 4, 4)),
+        (16, Config(16, 16, 256, 2, 4)),
         (32, Config(32, 32, 128, 4, 4)),
         (64, Config(64, 64, 128, 4, 4)),
         (256, Config(64, 128, 64, 4, 4, tma=True)),
-        (1024, Config(128, 128, 64, 8, 4, tma=True)),
+        (1024, Config(128, 128, 64, 4, 4, tma=True)),
         (_BIG, Config(128, 256, 64, 8, 3, tma=True, split=2)),
     ),
     "pair": (
         (16, Config(16, 64, 256, 4, 3)),
-        (32, Config(32, 64, 128, 4, 4)),
+        (32, Config(32, 64, 64, 4, 4)),
         (64, Config(64, 64, 128, 4, 4)),
         (256, Config(64, 128, 64, 4, 4, tma=True)),
         (_BIG, Config(128, 256, 64, 8, 3, tma=True)),
     ),
-    "nn": ((64, Config(64, 64, 64, 4, 4)), (_BIG, Config(128, 256, 64, 8, 3, tma=True, split=2))),
-    "tn": ((_BIG, Config(128, 256, 64, 8, 3, tma=True, split=2)),),
+    "nn": ((64, Config(64, 64, 64, 4, 4)), (_BIG, Config(128, 256, 64, 8, 3, tma=True))),
+    "tn": ((_BIG, Config(128, 256, 64, 8, 3, tma=True)),),
 }
-# A100: cp.async ring, mma.sync; not measured here, chosen by registers and shared memory (tests/test_gemm_aot.py).
+# A100: cp.async ring, mma.sync; not measured, chosen by registers and shared memory.
 _SM80 = {
-    "nt": (
-        (16, Config(16, 64, 128, 4, 4)),
-        (64, Config(64, 64, 64, 4, 4)),
-        (_BIG, Config(128, 128, 32, 4, 4)),
-    ),
-    "pair": ((16, Config(16, 64, 128, 4, 4)), (64, Config(64, 64, 64, 4, 4)), (_BIG, Config(128, 128, 32, 4, 4))),
+    "nt": ((16, Config(16, 64, 128, 4, 4)), (64, Config(64, 64, 64, 4, 4)), (_BIG, Config(128, 128, 32, 8, 4))),
+    "pair": ((16, Config(16, 64, 128, 4, 4)), (64, Config(64, 64, 64, 4, 4)), (_BIG, Config(64, 128, 32, 4, 4))),
     "nn": ((_BIG, Config(128, 128, 32, 8, 4)),),
     "tn": ((_BIG, Config(128, 128, 32, 8, 4)),),
 }
-_SM86 = {kind: tuple((m, Config(c.block_m, c.block_n, min(c.block_k, 64), c.num_warps, 3)) for m, c in rows) for kind, rows in _SM80.items()}
+# The same with a shorter ring: 99 KB.
+_SM86 = {
+    kind: tuple((m, Config(c.block_m, c.block_n, min(c.block_k, 64), c.num_warps, 3)) for m, c in rows)
+    for kind, rows in _SM80.items()
+}
 _SM100 = {
     "nt": ((16, Config(16, 64, 128, 4, 4)), (64, Config(64, 64, 128, 4, 4)), (_BIG, Config(128, 128, 64, 4, 4, tma=True))),
     "pair": ((16, Config(16, 64, 128, 4, 4)), (64, Config(64, 64, 128, 4, 4)), (_BIG, Config(128, 256, 64, 8, 3, tma=True))),
