@@ -33,6 +33,7 @@ from ._lang import cdiv, next_power_of_2, tl, triton
 from ._launch import descriptor, launch as _launch, on_device
 from ._spec import Args, Op, Sizes, Spec, Write, accumulate_dtype
 from ._target import Target, target_of
+from .attention_backward import BACKWARD
 
 __all__ = ["CONFIGS", "OP", "SPEC", "Config", "configure", "normalise_mask"]
 
@@ -271,4 +272,4 @@ def launch(
     return out, lse
 
 
-OP = Op(SPEC, launch, reference)
+OP = Op(SPEC, launch, reference, BACKWARD)
