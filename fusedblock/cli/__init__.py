@@ -1,0 +1,21 @@
+"""The `fusedblock` command. Its libraries are an extra, so this module imports none of them."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+
+
+def main() -> None:
+    """Run the command line; exits 2, naming the extra, where its libraries are not installed."""
+    missing = [name for name in ("typer", "rich") if find_spec(name) is None]
+    if missing:
+        print(
+            f"fusedblock: the command line needs {' and '.join(missing)}, not installed here. Install the extra: "
+            "pip install 'fusedblock[cli]', or 'fusedblock[demo]' for everything `fusedblock demo` uses",
+            file=sys.stderr,
+        )
+        raise SystemExit(2)
+    from .app import app
+
+    app(prog_name="fusedblock")

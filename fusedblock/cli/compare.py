@@ -1,0 +1,254 @@
+"""A fused model against the same model in plain Hugging Face code: what `demo` and `verify` check, and by which rule.
+
+The rule: in fp32 the relative error against a float64 computation is below 1e-5; in bf16 and fp16 it is at most 1.5 times
+the error that the plain model makes in the same dtype. Of outputs and logits the worst token counts. Greedy tokens are
+equal; in bf16 and fp16 two logits can lie closer than the plain model's own rounding, and a token chosen differently there
+is no difference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fusedblock
+from fusedblock.kernels._target import Target
+
+from .checkpoints import quiet_transformers
+
+FP32_LIMIT = 1e-5
+HALF_FACTOR = 1.5
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+PROMPTS = ("The capital of France is", "def fibonacci(n):", "Water boils at")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing compared: what was found, what it had to be, and whether it was."""
+
+    name: str
+    found: str
+    wanted: str
+    passed: bool
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """ids `1 seq`; text is None where the checkpoint has no tokenizer."""
+
+    ids: Tensor
+    text: str | None
+
+
+def relative_error(value: Tensor, reference: Tensor) -> float:
+    """|value - reference| / |reference| in Frobenius norms, in float64; infinite where value is not finite."""
+    value, reference = value.detach().cpu().double(), reference.detach().cpu().double()
+    return _finite((value - reference).norm() / reference.norm().clamp_min(1e-300))
+
+
+def worst_token_error(value: Tensor, reference: Tensor) -> float:
+    """The largest relative error of any token; value, reference `... features`. Some tokens of a language model have norms
+    a thousand times those of others and would hide them in one norm over all."""
+    value, reference = value.detach().cpu().double(), reference.detach().cpu().double()
+    return _finite(((value - reference).norm(dim=-1) / reference.norm(dim=-1).clamp_min(1e-300)).max())
+
+
+def _finite(error: Tensor) -> float:
+    return float(error) if error.isfinite() else float("inf")
+
+
+def error_check(name: str, fused: Tensor, plain: Tensor, reference: Tensor, *, tokens: bool = True) -> Check:
+    """The rule of this module for one result: of each token (`... features`), or of the whole if tokens is False.
+
+    fused and plain have the dtype in question, reference one of higher precision.
+    """
+    error_of = worst_token_error if tokens else relative_error
+    error = error_of(fused, reference)
+    if fused.dtype is torch.float32:
+        return Check(name, f"error {error:.1e}", f"< {FP32_LIMIT:.0e}", error < FP32_LIMIT)
+    limit = HALF_FACTOR * error_of(plain, reference)
+    return Check(name, f"error {error:.2e}", f"<= {limit:.2e} ({HALF_FACTOR} x plain)", error <= limit)
+
+
+def reference_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 to judge fp32 by; fp32 is precise enough to judge bf16 and fp16 by, and half as large."""
+    return torch.float64 if dtype is torch.float32 else torch.float32
+
+
+def load_plain(folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> Any:
+    """The checkpoint as transformers loads it."""
+    from transformers import AutoModelForCausalLM
+
+    with quiet_transformers():
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
+
+
+def load_ours(folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> Any:
+    """The checkpoint by load_safetensors, into a model built on the meta device: no weight is initialised or held twice."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    with quiet_transformers():
+        config = AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        fusedblock.load_safetensors(model, folder, dtype=dtype, device=device)
+        with contextlib.suppress(OSError):  # a checkpoint may come without one
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model.eval()
+
+
+def prompts(folder: Path, vocab: int, texts: Sequence[str] = PROMPTS) -> tuple[list[Prompt], Any]:
+    """The prompts and the tokenizer of a checkpoint; without a tokenizer, token ids from a seeded generator, and None."""
+    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        generator = torch.Generator().manual_seed(0)
+        return [Prompt(torch.randint(3, vocab, (1, 8 + 3 * i), generator=generator), None) for i in range(len(texts))], None
+    from transformers import AutoTokenizer
+
+    with quiet_transformers():
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    return [Prompt(tokenizer(text, return_tensors="pt").input_ids, text) for text in texts], tokenizer
+
+
+@torch.no_grad()
+def greedy(model: Any, prompt: Prompt, tokens: int) -> Tensor:
+    """The prompt and up to `tokens` greedy tokens after it, `seq`, on the CPU."""
+    ids = prompt.ids.to(model.device)
+    # A checkpoint's own sampling settings would only be warned about: greedy decoding reads none of them.
+    config = copy.deepcopy(model.generation_config)
+    config.update(max_new_tokens=tokens, do_sample=False, temperature=None, top_p=None, top_k=None, max_length=None)
+    if config.pad_token_id is None:
+        config.pad_token_id = 0
+    with quiet_transformers():
+        return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)[0].cpu()
+
+
+@torch.no_grad()
+def logits(model: Any, prompt: Prompt) -> Tensor:
+    """`seq vocab`, on the CPU."""
+    return model(prompt.ids.to(model.device), use_cache=False).logits[0].cpu()
+
+
+def greedy_check(name: str, fused: Tensor, plain: Tensor, plain_model: Any, reference: Any) -> Check:
+    """Equal tokens, or in bf16 and fp16 a first difference between two tokens that the plain model cannot tell apart.
+
+    fused, plain: token ids `seq`, prompt included. The models, the plain one and the one of higher precision, are asked
+    about a first difference only.
+    """
+    wanted = "the same tokens"
+    length = min(len(fused), len(plain))
+    differ = (fused[:length] != plain[:length]).nonzero()
+    if not len(differ) and len(fused) == len(plain):
+        return Check(name, "the same tokens", wanted, True)
+    at = int(differ[0]) if len(differ) else length
+    if at == length:
+        return Check(name, f"{len(fused)} tokens against {len(plain)}", wanted, False)
+    a, b = int(plain[at]), int(fused[at])
+    if plain_model.dtype is not torch.float32:
+        before = Prompt(plain[None, :at], None)
+        rounded, exact = (logits(model, before)[-1].double() for model in (plain_model, reference))
+        gap, noise = float((exact[a] - exact[b]).abs()), 2 * float((rounded - exact).abs().max())
+        if gap <= noise:
+            found = f"equal up to token {at}, then a tie: logits {gap:.1e} apart, plain rounding {noise:.1e}"
+            return Check(name, found, wanted, True)
+    return Check(name, f"token {at} is {b}, plain {a}", wanted, False)
+
+
+@dataclass(frozen=True)
+class LayerCase:
+    """One decoder layer with its real input: what layer `index` sees when the model reads a prompt."""
+
+    layer: nn.Module
+    index: int
+    hidden: Tensor  # batch seq hidden
+    cos: Tensor  # batch seq head_dim
+    sin: Tensor
+
+    @staticmethod
+    @torch.no_grad()
+    def of(model: Any, index: int, ids: Tensor) -> LayerCase:
+        seen: list[Tensor] = []
+        layer = model.model.layers[index]
+        handle = layer.register_forward_pre_hook(lambda module, args, kwargs: seen.append(
+            args[0] if args else kwargs["hidden_states"]), with_kwargs=True)  # fmt: skip
+        try:
+            model.model(ids.to(model.device), use_cache=False)
+        finally:
+            handle.remove()
+        hidden = seen[0]
+        cos, sin = model.model.rotary_emb(hidden, torch.arange(hidden.shape[1], device=hidden.device)[None])
+        return LayerCase(copy.deepcopy(layer).cpu(), index, hidden.cpu(), cos.cpu(), sin.cpu())
+
+    def run(self, dtype: torch.dtype, *, inputs: torch.dtype | None = None, fused: bool = False, backward: bool = False,
+            device: torch.device | str = "cpu") -> dict[str, Tensor]:  # fmt: skip
+        """The layer's output and, after backward of a fixed gradient, the gradients of its input and weights, by name.
+
+        dtype: the arithmetic's. inputs: the weights, input and tables are rounded to this dtype first, so that results in
+        several dtypes differ by their arithmetic alone.
+        """
+        rounded = inputs or dtype
+        layer = copy.deepcopy(self.layer).to(rounded).to(device, dtype)
+        hidden, cos, sin = (t.detach().clone().to(rounded).to(device, dtype) for t in (self.hidden, self.cos, self.sin))
+        if fused:
+            fusedblock.fuse(layer)
+        for weight in layer.parameters():
+            weight.requires_grad_(backward)
+        hidden.requires_grad_(backward)
+        with torch.set_grad_enabled(backward):
+            out = layer(hidden, position_embeddings=(cos, sin))
+        results = {"output": out}
+        if backward:
+            generator = torch.Generator().manual_seed(1)
+            upstream = torch.randn(out.shape, generator=generator).to(rounded).to(device, dtype)
+            out.backward(upstream)
+            results["grad input"] = hidden.grad
+            results.update({f"grad {n}": w.grad for n, w in layer.named_parameters()})
+        return results
+
+    def check(self, dtype: torch.dtype, *, backward: bool = False, device: torch.device | str = "cpu",
+              target: Target | None = None) -> list[Check]:  # fmt: skip
+        """The fused layer's kernels, on a GPU or in the interpreter, against the plain layer in float64.
+
+        Without `backward` one Check of the output; with it also one of the input's gradient and one of the worst weight's.
+        """
+        reference = self.run(torch.float64, inputs=dtype, backward=backward)
+        plain = self.run(dtype, backward=backward, device=device)
+        with kernels_on(device, target):
+            fused = self.run(dtype, fused=True, backward=backward, device=device)
+        where = "on the GPU" if torch.device(device).type == "cuda" else "in the interpreter"
+        label = f"layer {self.index}, {name_of(dtype)} kernels {where}"
+        weights = [key for key in reference if key not in ("output", "grad input")]
+        checks = {
+            key: error_check(f"{label}: {key}", fused[key], plain[key], reference[key], tokens=key not in weights)
+            for key in reference
+        }
+        if not backward:
+            return [checks["output"]]
+        worst = max(weights, key=lambda key: (not checks[key].passed, relative_error(fused[key], reference[key])))
+        named = checks[worst]
+        gradients = Check(f"{label}: worst weight gradient", f"{named.found} ({worst.removeprefix('grad ')})", named.wanted,
+                          all(checks[key].passed for key in weights))  # fmt: skip
+        return [checks["output"], checks["grad input"], gradients]
+
+
+@contextlib.contextmanager
+def kernels_on(device: torch.device | str, target: Target | None = None) -> Iterator[None]:
+    """Inside, ops run their kernels for tensors on `device`: on a GPU they do anyway, on a CPU in the interpreter."""
+    if torch.device(device).type == "cuda":
+        yield
+        return
+    from fusedblock.interpret import interpret
+
+    with interpret(target):
+        yield
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """ "fp32" for torch.float32, and so on."""
+    return next(name for name, known in DTYPES.items() if known is dtype)
