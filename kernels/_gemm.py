@@ -44,13 +44,13 @@ class Config:
 # "pair" forward with two accumulators of block_n / 2 columns (gate and up), "nn" grad_input, "tn" grad_weight.
 _BIG = 1 << 62
 # H200, 2026-11-29, beside cuBLAS at Llama-3.1-8B's widths: M 4096 128x256x64 w8 s3 (o 726, down 718, qkv 748 TFLOP/s; cuBLAS
-# 769, 700, 775), M 512 128x128x64 w4 s4 (605; 684), M 1 and 16 16x16x256 w2 s4 (o 12.5, down 32.3 us; 14.0, 33.3) and for
+# 769, 700, 775; gate-up 673, 681), M 512 128x128x64 w4 s4 (605; 684), M 1 and 16 16x16x256 w2 s4 (o 12.5, down 32.3 us; 14.0, 33.3) and for
 # pairs 16x64x256 w4 s3 (59.0; 62.2).
 _SM90 = {
     "nt": (
         (16, Config(16, 16, 256, 2, 4)),
         (32, Config(32, 32, 128, 4, 4)),
-        (64, Config(64, 64, 128, 4, 4)),
+        (128, Config(64, 64, 128, 4, 4)),
         (256, Config(64, 128, 64, 4, 4, tma=True)),
         (1024, Config(128, 128, 64, 4, 4, tma=True)),
         (_BIG, Config(128, 256, 64, 8, 3, tma=True, split=2)),
@@ -58,8 +58,7 @@ _SM90 = {
     "pair": (
         (16, Config(16, 64, 256, 4, 3)),
         (32, Config(32, 64, 64, 4, 4)),
-        (64, Config(64, 64, 128, 4, 4)),
-        (256, Config(64, 128, 64, 4, 4, tma=True)),
+        (64, Config(64, 256, 64, 4, 4, tma=True)),
         (_BIG, Config(128, 256, 64, 8, 3, tma=True)),
     ),
     "nn": ((64, Config(64, 64, 64, 4, 4)), (_BIG, Config(128, 256, 64, 8, 3, tma=True))),
