@@ -1,12 +1,13 @@
 """The only launch path. No run-time search: a config comes from a pure function, a compiled kernel from a cache.
 
 Triton's own launcher binds and specialises every argument in Python (20 to 50 us a call). Here the same facts make the key
-of a dictionary and the compiled kernel is called directly, which keeps eager decode from being bound by the host.
+of a dictionary and the compiled kernel is called directly, which keeps eager decode from being bound by the host. A sequence
+of launches can also be recorded and replayed (_replay.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,8 +20,10 @@ from ._lang import TensorDescriptor
 # How the kernels run when the tensors are not on a GPU: None (they do not: the reference does), "interpret" or "compile".
 _mode: str | None = None
 _compiled: dict[Any, Any] = {}
-# CompiledKernel[grid](*args) is checked on a GPU with these versions only; others take triton's own launcher.
+# CompiledKernel.run(*launch, *args) is checked on a GPU with these versions only; others take triton's own launcher.
 _DIRECT = _lang.VERSION in ((3, 6),)
+# Called with (kernel, grid, args, constexprs) of every launch while a sequence is recorded.
+on_launch: Callable[[Any, tuple[int, ...], Sequence[Any], Mapping[str, Any]], None] | None = None
 
 
 @contextmanager
@@ -34,11 +37,20 @@ def mode(name: str) -> Iterator[None]:
         _mode = before
 
 
+def current_mode() -> str | None:
+    return _mode
+
+
 def runs_kernels(x: Tensor) -> bool:
     """Kernel or plain-torch reference for tensors like x. fp64 exists for gradcheck: on a GPU it takes the reference."""
     if _mode is not None:
         return True
     return x.is_cuda and _lang.AVAILABLE and x.dtype is not torch.float64
+
+
+def replays(x: Tensor) -> bool:
+    """Whether launches for x go straight to compiled kernels, so that recording them pays."""
+    return _DIRECT and _mode is None and runs_kernels(x)
 
 
 def _fact(arg: Any) -> Any:
@@ -61,17 +73,34 @@ def launch(kernel: Any, grid: tuple[int, ...], args: Sequence[Any], constexprs: 
     """
     if 0 in grid:
         return
+    if on_launch is not None:
+        on_launch(kernel, grid, args, constexprs)
     if _mode is not None or not _DIRECT:
         kernel[grid](*args, **constexprs)
         return
-    key = (id(kernel), torch.cuda.current_device(), tuple(constexprs.values()), *map(_fact, args))
+    device = torch.cuda.current_device()
+    key = (id(kernel), device, tuple(constexprs.values()), *map(_fact, args))
     found = _compiled.get(key)
     if found is None:
         compiled = kernel[grid](*args, **constexprs)
         _compiled[key] = compiled, tuple(constexprs[name] for name in kernel.arg_names[len(args) :])
         return
     compiled, tail = found
-    compiled[(*grid, 1, 1)[:3]](*args, *tail)
+    run_compiled(compiled, grid, (*args, *tail), torch._C._cuda_getCurrentRawStream(device))
+
+
+def find_compiled(kernel: Any, args: Sequence[Any], constexprs: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]] | None:
+    """(compiled kernel, constexpr arguments) of a launch that has run before, on GPUs whose direct path is in use."""
+    return _compiled.get((id(kernel), torch.cuda.current_device(), tuple(constexprs.values()), *map(_fact, args)))
+
+
+def run_compiled(compiled: Any, grid: tuple[int, ...], args: Sequence[Any], stream: int) -> None:
+    """Enqueue a compiled kernel; args are all its parameters, tensors possibly as addresses."""
+    knobs = _lang.triton.knobs.runtime
+    enter, leave = knobs.launch_enter_hook, knobs.launch_exit_hook
+    metadata = compiled.launch_metadata(grid, stream, *args)
+    x, y, z = (*grid, 1, 1)[:3]
+    compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, metadata, enter, leave, *args)
 
 
 def launched_variants() -> int:
@@ -106,11 +135,19 @@ def contiguous_last(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 or t.shape[-1] <= 1 and t.is_contiguous() else t.contiguous()
 
 
-@contextmanager
-def on_device(t: Tensor) -> Iterator[None]:
-    """Make t's device current for the launches inside; free where it already is."""
+class _Here:
+    """The context manager that does nothing, without contextlib's cost."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+_HERE = _Here()
+
+
+def on_device(t: Tensor) -> Any:
+    """A context in which t's device is current for the launches inside; free where it already is."""
     if t.is_cuda and t.device.index != torch.cuda.current_device():
-        with torch.cuda.device(t.device):
-            yield
-    else:
-        yield
+        return torch.cuda.device(t.device)
+    return _HERE

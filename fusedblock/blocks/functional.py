@@ -20,6 +20,7 @@ from fusedblock.blocks.plan import BlockSpec, Plan, plan
 from fusedblock.kernels import attention, gated_mlp, linear, norm, qkv_rope
 from fusedblock.kernels import attention as decode_attention  # until the split-KV kernel lands
 from fusedblock.kernels._launch import runs_kernels
+from fusedblock.kernels._replay import replayed
 from fusedblock.kernels._spec import Cost, Op
 from fusedblock.kernels._target import override, target_of
 
@@ -112,7 +113,7 @@ def _composite(name: str, extra: list[tuple[str, Any]], results: int, compose: C
 
     def run(*args: Any) -> Any:
         given, weights, spec = split(args)
-        return compose(_direct, spec, weights, *given)
+        return replayed(name, lambda: compose(_direct, spec, weights, *given), args)
 
     def fake(*args: Any) -> Any:
         given, weights, spec = split(args)

@@ -1,0 +1,182 @@
+"""Record the launches of a composition once, then replay them for tensors of the same layout.
+
+Choosing configs, checking shapes and binding arguments costs the host some 20 us an op, which is more than a decode launch
+takes. All of it depends only on the inputs' layout: shapes, strides, dtypes, alignment. A Program keeps what it led to: the
+compiled kernels, grids and arguments, with every address as (input or buffer, byte offset). Replaying allocates one workspace
+and the results, and enqueues.
+
+Only compositions that do nothing but launch kernels on pointers are kept: one that copied, filled or made a tensor
+descriptor, or whose inputs alias, runs op by op every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import _launch
+from ._lang import TensorDescriptor
+
+_ALIGN = 256  # bytes, as torch's allocator gives
+MAX_PROGRAMS = 512  # layouts kept; a server's batch and length pairs, with room
+
+
+@dataclass(frozen=True)
+class _Address:
+    """A tensor argument: `offset` bytes into slot `slot`; slots are the inputs, then the results, then the workspace."""
+
+    slot: int
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Step:
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]  # values, and _Address for tensors
+    constexprs: dict[str, Any]
+    compiled: Any  # None off the direct GPU path
+    tail: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    steps: tuple[_Step, ...]
+    results: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    workspace_bytes: int
+
+    def run(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """inputs: the tensors, in the order they were recorded."""
+        device = inputs[0].device
+        made = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.results)
+        slots = [*inputs, *made]
+        if self.workspace_bytes:
+            slots.append(torch.empty(self.workspace_bytes, dtype=torch.uint8, device=device))
+        with _launch.on_device(inputs[0]):
+            if self.steps[0].compiled is not None:
+                self._enqueue(slots, device)
+            else:
+                for step in self.steps:
+                    args = [_tensor(slots[a.slot], a) if isinstance(a, _Address) else a for a in step.args]
+                    _launch.launch(step.kernel, step.grid, args, step.constexprs)
+        return made
+
+    def _enqueue(self, slots: list[Tensor], device: torch.device) -> None:
+        base = [t.data_ptr() for t in slots]
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        for step in self.steps:
+            args = [base[a.slot] + a.offset if type(a) is _Address else a for a in step.args]
+            _launch.run_compiled(step.compiled, step.grid, (*args, *step.tail), stream)
+
+
+def _tensor(slot: Tensor, a: _Address) -> Tensor:
+    start = slot.storage_offset() * slot.element_size() + a.offset
+    return torch.empty(0, dtype=a.dtype, device=slot.device).set_(
+        slot.untyped_storage(), start // a.dtype.itemsize, a.shape, a.stride
+    )
+
+
+def _extent(t: Tensor) -> int:
+    """Bytes from t's first element past its last."""
+    return (sum((n - 1) * s for n, s in zip(t.shape, t.stride())) + 1) * t.element_size() if t.numel() else 0
+
+
+class _OnlyAllocates(TorchDispatchMode):
+    """Notes whether anything but allocation and views happened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clean = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and func._schema.name not in ("aten::empty", "aten::empty_strided", "aten::_unsafe_view"):
+            self.clean = False
+        return func(*args, **(kwargs or {}))
+
+
+def record(compose: Callable[[], Any], inputs: Sequence[Tensor]) -> tuple[Any, Program | None]:
+    """compose()'s result, and the program that replays it, or None where it cannot be replayed."""
+    launches: list[tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]] = []
+    with _OnlyAllocates() as watch:
+        before = _launch.on_launch
+        _launch.on_launch = lambda kernel, grid, args, constexprs: launches.append((kernel, grid, tuple(args), dict(constexprs)))
+        try:
+            out = compose()
+        finally:
+            _launch.on_launch = before
+    results = (out,) if isinstance(out, Tensor) else tuple(out)
+    return out, _program(launches, list(inputs), results) if watch.clean and launches else None
+
+
+def _program(launches: list[Any], inputs: list[Tensor], results: tuple[Tensor, ...]) -> Program | None:
+    bounds = [(t.data_ptr(), t.data_ptr() + _extent(t)) for t in (*inputs, *results)]
+    if any(a[0] < b[1] and b[0] < a[1] for i, a in enumerate(bounds) for b in bounds[:i]):
+        return None  # overlapping inputs: an address would not say which of them it belongs to
+    if not all(t.is_contiguous() for t in results):
+        return None
+    workspace = len(bounds)
+    placed: dict[int, int] = {}  # storage address -> offset in the workspace
+    size = 0
+    steps = []
+    for kernel, grid, args, constexprs in launches:
+        bound: list[Any] = []
+        for arg in args:
+            if TensorDescriptor is not None and isinstance(arg, TensorDescriptor):
+                return None
+            if not isinstance(arg, Tensor) or not arg.numel():
+                bound.append(arg)  # an absent result is an empty tensor: never read or written
+                continue
+            at = arg.data_ptr()
+            slot = next((i for i, (low, high) in enumerate(bounds) if low <= at < high), None)
+            if slot is not None:
+                offset = at - bounds[slot][0]
+            else:
+                storage = arg.untyped_storage()
+                if storage.data_ptr() not in placed:
+                    placed[storage.data_ptr()] = size
+                    size += -(-storage.nbytes() // _ALIGN) * _ALIGN
+                slot, offset = workspace, placed[storage.data_ptr()] + at - storage.data_ptr()
+            bound.append(_Address(slot, offset, arg.dtype, tuple(arg.shape), tuple(arg.stride())))
+        compiled, tail = None, ()
+        if _launch.current_mode() is None:
+            found = _launch.find_compiled(kernel, args, constexprs)
+            if found is None:
+                return None
+            compiled, tail = found
+        steps.append(_Step(kernel, grid, tuple(bound), constexprs, compiled, tail))
+    return Program(tuple(steps), tuple((tuple(t.shape), t.dtype) for t in results), size)
+
+
+_programs: dict[Any, Program | None] = {}
+
+
+def layout(t: Tensor) -> tuple[Any, ...]:
+    return t.shape, t.stride(), t.dtype, t.data_ptr() % 16 == 0
+
+
+def replayed(name: str, compose: Callable[[], Any], args: Sequence[Any]) -> Any:
+    """compose() for these arguments: replayed where the same layout was recorded before, else run (and recorded)."""
+    inputs = [a for a in args if isinstance(a, Tensor)]
+    first = inputs[0]
+    if not _launch.replays(first):
+        return compose()
+    key = (name, first.device, *[layout(a) if isinstance(a, Tensor) else a for a in args])
+    if key in _programs:
+        program = _programs[key]
+        if program is None:
+            return compose()
+        made = program.run(inputs)
+        return made[0] if len(made) == 1 else made
+    out, program = record(compose, inputs)
+    if len(_programs) >= MAX_PROGRAMS:
+        _programs.clear()
+    _programs[key] = program
+    return out
