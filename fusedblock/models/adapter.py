@@ -5,7 +5,6 @@ Nothing here changes anything, and nothing is ignored: what is not understood is
 
 from __future__ import annotations
 
-import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping
@@ -305,12 +304,10 @@ def _tensors(binding: Binding, x: Tensor, embeddings: Any) -> str | None:
     if dtype not in DTYPES:
         return f"hidden_states is {dtype}"
     for tensor in binding.weights:
-        if tensor is None:
-            continue
-        if tensor.dtype is not dtype:
+        if tensor is not None and tensor.dtype is not dtype:
             return f"a weight is {tensor.dtype}, hidden_states is {dtype}"
-        if tensor.device != device:
-            return f"a weight is on {tensor.device}, hidden_states is on {device}"
+    if binding.weights.q.device != device:
+        return f"a weight is on {binding.weights.q.device}, hidden_states is on {device}"
     if embeddings is None:
         return "no position_embeddings"
     cos, sin = embeddings
@@ -361,7 +358,6 @@ def _updater(
     return update
 
 
-@functools.cache
 def signature_names(cls: type) -> tuple[str, ...]:
     """Names of the positional parameters of the class's forward, after self and hidden_states."""
     parameters = inspect.signature(inspect.unwrap(cls.forward)).parameters.values()  # type: ignore[attr-defined]

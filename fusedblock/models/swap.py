@@ -9,7 +9,6 @@ __dict__, which is neither a module nor a buffer.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import types
@@ -101,8 +100,13 @@ def _rebuild(original: type[nn.Module], name: str, index: int) -> nn.Module:
     return layer
 
 
-@functools.cache
-def _fused_class(original: Any) -> type[FusedLayer]:
+_classes: dict[type, type[FusedLayer]] = {}
+
+
+def _fused_class(original: type[nn.Module]) -> type[FusedLayer]:
+    """The subclass of `original` that runs fused; one for each class."""
+    if original in _classes:
+        return _classes[original]
     known = table.known_class(original)
     if known is None:
         raise ValueError(f"{original.__name__} is not supported, expected one of {', '.join(sorted(table.SPECS))}")
@@ -122,7 +126,7 @@ def _fused_class(original: Any) -> type[FusedLayer]:
         "_fusedblock_cache_names": ("cache", "past_key_values") if "cache" in names else ("past_key_values",),
         "_fusedblock_collector": getattr(capturing, "_active_collector", None),
     }
-    return type(original.__name__, (FusedLayer, original), namespace)
+    return _classes.setdefault(original, type(original.__name__, (FusedLayer, original), namespace))
 
 
 def _is_fused(module: nn.Module) -> bool:
