@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from fusedblock import __version__
+
 
 @dataclass(frozen=True)
 class Ceilings:
@@ -107,9 +109,8 @@ def _driver() -> str | None:
 
 def versions() -> dict[str, str | None]:
     """Of everything that a result depends on; None where it is not there."""
-    packages = ("fusedblock", "torch", "triton", "transformers")
-    found: dict[str, str | None] = {name: _version(name) for name in packages}
-    found["torch"] = torch.__version__  # with its build tag
+    found: dict[str, str | None] = {"fusedblock": __version__, "torch": torch.__version__}
+    found.update({name: _version(name) for name in ("triton", "transformers")})
     found.update(python=platform.python_version(), cuda=torch.version.cuda, hip=torch.version.hip, driver=None)
     if torch.cuda.is_available():
         found["driver"] = _driver()

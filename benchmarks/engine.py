@@ -1,0 +1,219 @@
+"""Check, then time: how every benchmark treats the implementations of one case."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedblock.metering import timing
+
+from .rows import Row, Stamp
+
+# An implementation may be this much farther from the reference than the plain one in the same dtype.
+TOLERANCE = 1.5
+
+
+@dataclass
+class Candidate:
+    """One implementation, ready to run. calls: one for each input set; each returns a tensor or several, which are checked.
+
+    before: called ahead of every sample, outside the time (it rewinds a cache). check_before: the same ahead of the check.
+    checked: False for one that computes only a part, timed for comparison.
+    """
+
+    calls: list[Callable[[], Any]]
+    before: Callable[[], Any] | None = None
+    check_before: Callable[[], Any] | None = None
+    checked: bool = True
+
+
+@dataclass
+class Case:
+    """implementations: name -> builder, the yardstick first: the others' errors are held to its. reference: results in higher
+    precision, in the order in which the calls return them; built when first needed. host: time the host instead of the device.
+    """
+
+    bench: str
+    name: str
+    implementations: Mapping[str, Callable[[], Candidate]]
+    reference: Callable[[], list[Tensor]]
+    flops: int
+    bytes: Callable[[], int]
+    host: bool = False
+
+
+@dataclass
+class Settings:
+    stamp: Stamp
+    device: torch.device
+    seconds: float  # for the timing of one case
+    rounds: int
+    deadline: float  # by time.monotonic()
+    timer: Callable[[], timing.Timer] = timing.default_timer
+    log: Callable[[str], None] = print
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def left(self) -> float:
+        return self.deadline - time.monotonic()
+
+
+def tensors(result: Any) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else list(result)
+
+
+def errors(results: list[Tensor], reference: list[Tensor]) -> list[float]:
+    """norm(a - ref) / norm(ref) of each; NaN if a holds one. Raises ValueError if there are more or fewer, or of other shapes."""
+    if [tuple(r.shape) for r in results] != [tuple(r.shape) for r in reference]:
+        raise ValueError(f"shapes {[tuple(r.shape) for r in results]}, expected {[tuple(r.shape) for r in reference]}")
+    found = []
+    for a, b in zip(results, reference):
+        a, b = a.detach().to(b.dtype), b.detach()
+        found.append(float(torch.linalg.vector_norm(a - b) / torch.linalg.vector_norm(b)))
+    return found
+
+
+def verdict(found: list[float], allowed: list[float] | None) -> str:
+    """ "ok", or what is wrong. allowed: errors of the yardstick; None for the yardstick itself, which must be finite."""
+    for i, error in enumerate(found):
+        if not error < float("inf"):
+            return f"wrong: result {i} has error {error}"
+        if allowed is not None and error > TOLERANCE * allowed[i]:
+            return f"wrong: result {i} has error {error:.2e}, the yardstick {allowed[i]:.2e}"
+    return "ok"
+
+
+def run(case: Case, settings: Settings) -> list[Row]:
+    """Rows for every implementation; those that fail to build, or are wrong, get one that says so and are not timed."""
+    started = time.monotonic()
+    good: dict[str, Candidate] = {}
+    facts: dict[str, dict[str, Any]] = {}
+    reference: list[Tensor] | None = None
+    allowed: list[float] | None = None
+    for name, build in case.implementations.items():
+        fact: dict[str, Any] = {"status": "ok"}
+        facts[name] = fact
+        if settings.left < 0:
+            fact["status"] = "skipped: out of time"
+            continue
+        try:
+            candidate = build()
+            if reference is None:
+                reference = case.reference()
+            _call(candidate.check_before)
+            results = tensors(candidate.calls[0]())
+            if candidate.checked:
+                found = errors(results, reference)
+                fact["max_rel_error"] = max(found)
+                fact["status"] = verdict(found, allowed)
+                allowed = allowed or found
+            del results
+            if fact["status"] == "ok":
+                fact["peak_mib"] = _peak_mib(candidate, settings)
+                fact["launches"] = _launches(candidate, settings)
+                good[name] = candidate
+        except ModuleNotFoundError as error:
+            fact["status"] = f"not installed: {error.name}"
+        except Exception as error:  # of any library: one failing peer must not end the run
+            fact["status"] = f"failed: {type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error) else ''}"
+            if settings.on_gpu:
+                torch.cuda.synchronize()
+        settings.log(f"  {case.name}, {name}: {fact['status']} ({time.monotonic() - started:.0f} s)")
+    del reference
+    rows = [_row(case, name, facts[name], t, settings) for name, t in _times(case, good, facts, settings).items()]
+    settings.rows += rows
+    good.clear()
+    gc.collect()
+    if settings.on_gpu:
+        torch.cuda.empty_cache()
+    return rows
+
+
+def _times(
+    case: Case, good: dict[str, Candidate], facts: dict[str, dict[str, Any]], settings: Settings
+) -> dict[str, timing.Timing | None]:
+    found: dict[str, timing.Timing | None] = dict.fromkeys(case.implementations)
+    if not good:
+        return found
+    gc.collect()
+    if settings.on_gpu:
+        torch.cuda.empty_cache()
+    try:
+        if case.host:
+            return {**found, **{name: timing.host_time(c.calls[0], before=c.before) for name, c in good.items()}}
+        times = timing.interleave(
+            {name: c.calls for name, c in good.items()},
+            timer=settings.timer(),
+            before={name: c.before for name, c in good.items() if c.before is not None},
+            rounds=settings.rounds,
+            budget_s=max(0.0, min(settings.seconds, settings.left)),
+        )
+        return {**found, **times}
+    except Exception as error:
+        for name in good:
+            facts[name]["status"] = f"failed while timed: {type(error).__name__}: {str(error)[:200]}"
+        return found
+
+
+def _row(case: Case, name: str, fact: dict[str, Any], t: timing.Timing | None, settings: Settings) -> Row:
+    stamp = settings.stamp
+    return Row(
+        case.bench, case.name, name,
+        ms=t and round(t.median_ms, 6),
+        tflops=None if t is None or case.host else round(case.flops / t.median_ms / 1e9, 3),
+        gbps=None if t is None or case.host else round(case.bytes() / t.median_ms / 1e6, 2),
+        peak_mib=fact.get("peak_mib"),
+        max_rel_error=_finite(fact.get("max_rel_error")),
+        spread=t and round(t.spread, 4),
+        launches=fact.get("launches"),
+        method=t and t.method,
+        status=fact["status"],
+        device=stamp.device, versions=stamp.versions, commit=stamp.commit, date=stamp.date,
+    )  # fmt: skip
+
+
+def _finite(error: float | None) -> float | None:
+    return error if error is not None and error < float("inf") else None
+
+
+def _call(function: Callable[[], Any] | None) -> None:
+    if function is not None:
+        function()
+
+
+def _peak_mib(candidate: Candidate, settings: Settings) -> float | None:
+    if not settings.on_gpu:
+        return None
+    _call(candidate.check_before)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    candidate.calls[0]()
+    torch.cuda.synchronize()
+    return round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
+
+
+def _launches(candidate: Candidate, settings: Settings) -> int | None:
+    """What the GPU really ran for one call: kernels, copies and fills. None where the profiler does not work."""
+    if not settings.on_gpu:
+        return None
+    _call(candidate.check_before)
+    torch.cuda.synchronize()
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            candidate.calls[0]()
+            torch.cuda.synchronize()
+        count = sum(e.device_type == torch.autograd.DeviceType.CUDA for e in profile.events())
+    except Exception:
+        return None
+    return count or None

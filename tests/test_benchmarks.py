@@ -1,0 +1,280 @@
+"""The benchmark's flow on the CPU: checks before times, failures as rows, and numbers that agree with `measure`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.llama import modeling_llama
+
+import fusedblock
+from benchmarks import layer as layers
+from benchmarks import rows
+from benchmarks.__main__ import main
+from benchmarks.breakdown import operators
+from benchmarks.engine import Candidate, Case, Settings, errors, run, verdict
+from benchmarks.implementations import (
+    LLAMA_8B,
+    TINY,
+    Cache,
+    implementations,
+    make_inputs,
+    make_layer,
+    reference,
+)
+from fusedblock.metering import measure
+from fusedblock.metering.timing import MOST_CALLS, CpuTimer
+
+CPU = torch.device("cpu")
+NAMES = ["hf-sdpa", "hf-eager", "torch.compile", "liger", "fusedblock"]
+
+
+def arguments(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    layers.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def settings(seconds_left: float = 1e6) -> Settings:
+    stamp = rows.Stamp("cpu", {"torch": "x"}, "abc", "2026-01-01")
+    return Settings(stamp, CPU, 1.0, 3, time.monotonic() + seconds_left, timer=CpuTimer, log=lambda line: None)
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "layer"])
+    assert main() == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and "no GPU" in captured.err and "--dry" in captured.err
+
+
+ONLY = "^layer decode: B1 |^layer forward.backward: B1 S8|^operator: (norm|attention|o) forward B1 S24"
+
+
+def test_dry_run_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert layers.main(arguments("--dry", "--json", str(tmp_path / "out.json"), "--only", ONLY)) == 0
+    found = rows.read(tmp_path / "out.json")
+    printed = capsys.readouterr().out
+    assert f"{len(found)} rows" in printed
+    cases = {(r.bench, r.case) for r in found}
+    assert {c for _, c in cases} == {"B1 KV80", "B1 S8"} | {f"{op} forward B1 S24" for op in ("norm", "attention", "o")}
+    for bench, case in cases:
+        of_case = {r.impl: r for r in found if (r.bench, r.case) == (bench, case)}
+        assert f"{bench}: {case}" in printed and "fusedblock" in of_case
+        if bench != "operator":
+            assert list(of_case) == NAMES
+        for name, row in of_case.items():
+            if row.status == "ok":
+                assert row.ms and row.ms > 0 and row.tflops is not None and row.gbps is not None and row.spread is not None
+                assert row.max_rel_error is not None and 0 < row.max_rel_error < 0.05
+            else:  # what a CPU cannot have
+                assert (name, row.ms) in (("liger", None), ("sdpa, cudnn", None)), row
+    assert {r.versions["torch"] for r in found} == {torch.__version__} and all(r.date and r.device for r in found)
+
+
+@pytest.mark.slow
+def test_whole_dry_run(tmp_path: Path) -> None:
+    assert layers.main(arguments("--dry", "--json", str(tmp_path / "out.json"), "--budget", "300")) == 0
+    found = rows.read(tmp_path / "out.json")
+    assert {r.bench for r in found} == {
+        "layer forward", "layer forward+backward", "layer decode", "layer decode, host time of an eager call", "operator"
+    }  # fmt: skip
+    bad = {(r.case, r.impl, r.status) for r in found if r.status != "ok" and r.impl not in ("liger", "sdpa, cudnn")}
+    assert bad == set()
+    assert all(r.tflops is None and r.method == "host" for r in found if "host" in r.bench and r.status == "ok")
+
+
+def test_budget_leaves_rows_that_say_skipped(tmp_path: Path) -> None:
+    path = str(tmp_path / "out.json")
+    assert layers.main(arguments("--dry", "--json", path, "--only", "forward: B1 S24", "--budget", "0")) == 0
+    assert [(r.impl, r.ms, r.status) for r in rows.read(path)] == [(name, None, "skipped: out of time") for name in NAMES]
+
+
+def test_errors_and_verdict() -> None:
+    ref = [torch.tensor([3.0, 4.0]), torch.tensor([1.0])]
+    assert errors([torch.tensor([3.0, 4.5]), torch.tensor([1.0])], ref) == [pytest.approx(0.1), 0.0]
+    assert verdict([0.1, 0.2], None) == "ok"
+    assert verdict([0.1, 0.29], [0.1, 0.2]) == "ok"
+    assert "result 1" in verdict([0.1, 0.31], [0.1, 0.2])
+    assert "wrong" in verdict([float("nan")], None) and "wrong" in verdict([float("inf")], None)
+    with pytest.raises(ValueError, match="shapes"):
+        errors([torch.zeros(3)], ref)
+
+
+def test_wrong_and_broken_implementations_are_not_timed() -> None:
+    x = torch.randn(64, dtype=torch.float64)
+    timed: list[str] = []
+
+    def form(name: str, factor: float):
+        def call() -> torch.Tensor:
+            timed.append(name)
+            return x * factor
+
+        return lambda: Candidate([call])
+
+    def broken() -> Candidate:
+        raise RuntimeError("no kernel\nfor this")
+
+    def absent() -> Candidate:
+        raise ModuleNotFoundError("No module named 'peer'", name="peer")
+
+    built = {
+        "plain": form("plain", 1.01),
+        "good": form("good", 0.99),
+        "wrong": form("wrong", 1.02),
+        "nan": form("nan", float("nan")),
+        "broken": broken,
+        "absent": absent,
+        "part": lambda: Candidate([lambda: torch.zeros(1)], checked=False),
+    }
+    made = run(Case("b", "c", built, lambda: [x], 2 * 10**9, lambda: 10**6), settings())
+    status = {r.impl: r.status for r in made}
+    assert status["plain"] == status["good"] == status["part"] == "ok"
+    assert status["wrong"].startswith("wrong: result 0 has error 2.00e-02")
+    assert status["nan"].startswith("wrong") and status["broken"] == "failed: RuntimeError: no kernel"
+    assert status["absent"] == "not installed: peer"
+    assert [r.impl for r in made if r.ms is not None] == ["plain", "good", "part"]
+    assert timed.count("wrong") == timed.count("nan") == 1 and timed.count("good") > 3
+    row = made[1]
+    assert row.max_rel_error == pytest.approx(0.01) and row.ms is not None and row.tflops is not None
+    assert row.tflops == pytest.approx(2.0 / row.ms, rel=0.05, abs=1e-3)
+    assert made[3].max_rel_error is None and made[6].max_rel_error is None
+
+
+def test_a_fused_layer_that_falls_back_fails() -> None:
+    made = make_layer(TINY, CPU)
+    inputs = make_inputs(made, 1, 8)
+    inputs.cos.requires_grad_()  # a reason to fall back
+    case = Case("b", "c", implementations(made, lambda: inputs, "eager"), lambda: reference(made, inputs), 1, lambda: 1)
+    case.implementations = {n: b for n, b in case.implementations.items() if n in ("hf-sdpa", "fusedblock")}
+    status = {r.impl: r.status for r in run(case, settings())}
+    assert status["hf-sdpa"] == "ok" and "fell back: position_embeddings" in status["fusedblock"]
+
+
+@pytest.mark.parametrize("cached", [None, 80])
+@pytest.mark.parametrize("train", [False, True])
+def test_reference_is_the_layer_in_float64(cached: int | None, train: bool) -> None:
+    """Against SDPA in float64 on all sequences at once."""
+    if cached and train:
+        cached = None
+    made = make_layer(TINY, CPU)
+    inputs = make_inputs(made, 3, 1 if cached else 8, train=train, context=cached)
+    double = make_layer(TINY, CPU).double()
+    double.self_attn.config._attn_implementation = "sdpa"
+    x = inputs.x.double().requires_grad_(train)
+    extra = {}
+    if cached:
+        cache = Cache(TINY, type(inputs)(**{n: t if t is None else t.double() for n, t in vars(inputs).items()}))
+        cache.last()
+        extra = {"past_key_values": cache.cache}
+    with torch.set_grad_enabled(train):
+        out = double(x, position_embeddings=(inputs.cos.double(), inputs.sin.double()), **extra)
+    expected = [out]
+    if train:
+        expected += torch.autograd.grad(out, [x, *double.parameters()], inputs.grad_out.double())
+    found = reference(made, inputs)
+    assert len(found) == (11 if train else 1)
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_rewound_cache_has_room_for_a_sample() -> None:
+    made = make_layer(TINY, CPU)
+    inputs = make_inputs(made, 1, 1, context=2 * MOST_CALLS + 8)
+    built = implementations(made, lambda: inputs, "eager")["hf-sdpa"]()
+    assert built.before is not None
+    built.before()
+    for _ in range(2 * MOST_CALLS):
+        built.calls[0]()
+
+
+def test_demand_is_what_measure_counts() -> None:
+    with torch.device("meta"):
+        made = modeling_llama.LlamaDecoderLayer(LLAMA_8B, 0).to(torch.bfloat16)
+    for batch, seq, context, phase in ((1, 4096, None, "prefill"), (4, 512, None, "train"), (16, 1, 4096, "decode")):
+        flops, moved = layers.demand(made, batch, seq, context, phase == "train")
+        counted = measure(made, batch=batch, seq=seq, phase=phase, context=context, baseline="sdpa")
+        assert counted.before.total().flops == flops
+        assert moved <= counted.after.total().bytes
+    assert moved == 2 * (218_112_000 + 2 * 16 * 4096 + 2 * 16 * 4096 * 8 * 128)
+
+
+def test_operators_of_the_layer_add_up() -> None:
+    flops, _ = layers.demand(make_layer(TINY, CPU), 2, 8, None, False)
+    found = {op.name: op.flops for op in operators(TINY, 2, 8, 8, CPU)}
+    assert list(found) == ["norm", "qkv_rope", "attention", "o", "gated_mlp", "down"]
+    assert sum(found.values()) - found["norm"] == flops
+
+
+def test_liger_stays_in_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for liger_kernel: its parts must run in the layer they are put into, and nowhere else."""
+    calls: list[str] = []
+
+    def rope(q, k, cos, sin, *rest):
+        calls.append("rope")
+        return original_rope(q, k, cos, sin)
+
+    class SwiGLU(nn.Module):
+        def forward(self, x):
+            calls.append("swiglu")
+            return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+    def bind(module: nn.Module, function) -> None:
+        module.__dict__["forward"] = types.MethodType(function, module)
+
+    def norm_forward(self, x):
+        calls.append("norm")
+        return type(self).forward(self, x)
+
+    original_rope = modeling_llama.apply_rotary_pos_emb
+    package, patches = types.ModuleType("liger_kernel.transformers"), types.ModuleType("liger_kernel.transformers.monkey_patch")
+    package.LigerSwiGLUMLP, package.liger_rotary_pos_emb = SwiGLU, rope
+    patches._patch_rms_norm_module = lambda module: bind(module, norm_forward)
+    patches._patch_swiglu_module = lambda module, cls: bind(module, cls.forward)
+    for module in (types.ModuleType("liger_kernel"), package, patches):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    made = make_layer(TINY, CPU)
+    inputs = make_inputs(made, 2, 8)
+    built = implementations(made, lambda: inputs, "eager")
+    expected = built["hf-sdpa"]().calls[0]()
+    torch.testing.assert_close(built["liger"]().calls[0](), expected, rtol=0, atol=0)
+    assert sorted(calls) == ["norm", "norm", "rope", "swiglu"]
+    built["hf-sdpa"]().calls[0]()
+    assert len(calls) == 4 and modeling_llama.apply_rotary_pos_emb is original_rope
+
+
+def test_result_file_is_one_row_a_line(tmp_path: Path) -> None:
+    made = run(
+        Case("b", "c", {"a": lambda: Candidate([lambda: torch.ones(2)])}, lambda: [torch.ones(2)], 1, lambda: 1), settings()
+    )
+    path = tmp_path / "results" / "out.json"
+    rows.write(path, made * 2, {"machine": {"name": "x"}})
+    assert rows.read(path) == made * 2
+    assert sum('"bench"' in line for line in path.read_text().splitlines()) == 2
+    path.write_text(path.read_text().replace("benchmark/1", "benchmark/9"))
+    with pytest.raises(ValueError, match="benchmark/9"):
+        rows.read(path)
+
+
+def test_default_path_names_gpu_and_date() -> None:
+    path = layers.default_path(rows.Stamp("NVIDIA H200", {}, None, "2026-11-29"))
+    assert path.relative_to(rows.ROOT).as_posix() == "benchmarks/results/layer-nvidia-h200-2026-11-29.json"
+
+
+def test_fusedblock_is_what_is_measured() -> None:
+    """The fused candidate must be a fused layer, on the weights of the layer under test."""
+    made = make_layer(TINY, CPU)
+    inputs = make_inputs(made, 1, 8)
+    step = implementations(made, lambda: inputs, "eager")["fusedblock"]()
+    run_layer = step.calls[0].__closure__
+    cells = {type(c.cell_contents).__name__: c.cell_contents for c in run_layer}
+    fused = cells["Step"].run
+    assert fusedblock.fuse(fused).having("already fused")
+    assert all(a.data_ptr() == b.data_ptr() for a, b in zip(fused.parameters(), made.parameters()))
