@@ -5,12 +5,13 @@ takes. All of it depends only on the inputs' layout: shapes, strides, dtypes, al
 compiled kernels, grids and arguments, with every address as (input or buffer, byte offset). Replaying allocates one workspace
 and the results, and enqueues.
 
-Only compositions that do nothing but launch kernels on pointers are kept: one that copied, filled or made a tensor
-descriptor, or whose inputs alias, runs op by op every time.
+Only compositions that do nothing but launch kernels are kept: one that copied or filled, or whose inputs alias, runs op by op
+every time.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,13 +39,48 @@ class _Address:
 
 
 @dataclass(frozen=True)
+class _Box:
+    """A tensor descriptor argument. pair: the tensor whose distance from the base is the first stride (see stacked())."""
+
+    base: _Address
+    shape: list[int]
+    strides: list[int]
+    block_shape: list[int]
+    padding: str
+    pair: _Address | None
+
+
+class _Pointer:
+    """Stands for a tensor where a launcher only asks for its address."""
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class _HostDescriptor:
+    """What triton's launcher reads of a TensorDescriptor, without its checks: they passed when the program was recorded."""
+
+    __slots__ = ("base", "shape", "strides", "padding")
+
+    def __init__(self, base: Any, shape: list[int], strides: list[int], padding: str) -> None:
+        self.base, self.shape, self.strides, self.padding = base, shape, strides, padding
+
+
+@dataclass(frozen=True)
 class _Step:
     kernel: Any
     grid: tuple[int, ...]
-    args: tuple[Any, ...]  # values, and _Address for tensors
+    args: tuple[Any, ...]  # values, _Address for tensors, _Box for descriptors
     constexprs: dict[str, Any]
     compiled: Any  # None off the direct GPU path
     tail: tuple[Any, ...]
+
+    @functools.cached_property
+    def pairs(self) -> tuple[_Box, ...]:
+        return tuple(a for a in self.args if isinstance(a, _Box) and a.pair is not None)
 
 
 @dataclass(frozen=True)
@@ -53,28 +89,55 @@ class Program:
     results: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     workspace_bytes: int
 
-    def run(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """inputs: the tensors, in the order they were recorded."""
+    def run(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
+        """inputs: the tensors, in the order they were recorded. None, and nothing launched, where these addresses do not fit."""
         device = inputs[0].device
         made = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.results)
         slots = [*inputs, *made]
         if self.workspace_bytes:
             slots.append(torch.empty(self.workspace_bytes, dtype=torch.uint8, device=device))
+        base = [t.data_ptr() for t in slots]
+        if not all(valid_distance(_distance(base, box)) for step in self.steps for box in step.pairs):
+            return None
         with _launch.on_device(inputs[0]):
             if self.steps[0].compiled is not None:
-                self._enqueue(slots, device)
+                stream = torch._C._cuda_getCurrentRawStream(device.index)
+                for step in self.steps:
+                    args = [_address(base, a) if type(a) in (_Address, _Box) else a for a in step.args]
+                    _launch.run_compiled(step.compiled, step.grid, (*args, *step.tail), stream)
             else:
                 for step in self.steps:
-                    args = [_tensor(slots[a.slot], a) if isinstance(a, _Address) else a for a in step.args]
+                    args = [_rebuilt(slots, base, a) if type(a) in (_Address, _Box) else a for a in step.args]
                     _launch.launch(step.kernel, step.grid, args, step.constexprs)
         return made
 
-    def _enqueue(self, slots: list[Tensor], device: torch.device) -> None:
-        base = [t.data_ptr() for t in slots]
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
-        for step in self.steps:
-            args = [base[a.slot] + a.offset if type(a) is _Address else a for a in step.args]
-            _launch.run_compiled(step.compiled, step.grid, (*args, *step.tail), stream)
+
+def valid_distance(bytes_: int) -> bool:
+    """Whether a tensor map takes this as a stride."""
+    return 0 < bytes_ < 2**40 and bytes_ % 16 == 0
+
+
+def _distance(base: list[int], box: _Box) -> int:
+    assert box.pair is not None
+    return base[box.pair.slot] + box.pair.offset - base[box.base.slot] - box.base.offset
+
+
+def _strides(base: list[int], box: _Box) -> list[int]:
+    return box.strides if box.pair is None else [_distance(base, box) // box.base.dtype.itemsize, *box.strides[1:]]
+
+
+def _address(base: list[int], a: _Address | _Box) -> Any:
+    """An argument for a compiled kernel's launcher."""
+    if isinstance(a, _Address):
+        return base[a.slot] + a.offset
+    return _HostDescriptor(_Pointer(base[a.base.slot] + a.base.offset), a.shape, _strides(base, a), a.padding)
+
+
+def _rebuilt(slots: list[Tensor], base: list[int], a: _Address | _Box) -> Any:
+    """An argument for triton's own launcher (and the interpreter's)."""
+    if isinstance(a, _Address):
+        return _tensor(slots[a.slot], a)
+    return TensorDescriptor(_tensor(slots[a.base.slot], a.base), a.shape, _strides(base, a), a.block_shape, a.padding)
 
 
 def _tensor(slot: Tensor, a: _Address) -> Tensor:
@@ -126,25 +189,31 @@ def _program(launches: list[Any], inputs: list[Tensor], results: tuple[Tensor, .
     placed: dict[int, int] = {}  # storage address -> offset in the workspace
     size = 0
     steps = []
+
+    def place(t: Tensor) -> _Address:
+        nonlocal size
+        at = t.data_ptr()
+        slot = next((i for i, (low, high) in enumerate(bounds) if low <= at < high), None)
+        if slot is not None:
+            offset = at - bounds[slot][0]
+        else:
+            storage = t.untyped_storage()
+            if storage.data_ptr() not in placed:
+                placed[storage.data_ptr()] = size
+                size += -(-storage.nbytes() // _ALIGN) * _ALIGN
+            slot, offset = workspace, placed[storage.data_ptr()] + at - storage.data_ptr()
+        return _Address(slot, offset, t.dtype, tuple(t.shape), tuple(t.stride()))
+
+    def bind(arg: Any) -> Any:
+        if TensorDescriptor is not None and isinstance(arg, TensorDescriptor):
+            pair = getattr(arg, "pair", None)
+            return _Box(place(arg.base), list(arg.shape), list(arg.strides), list(arg.block_shape), arg.padding,
+                        None if pair is None else place(pair))  # fmt: skip
+        # An absent result is an empty tensor: never read or written.
+        return place(arg) if isinstance(arg, Tensor) and arg.numel() else arg
+
     for kernel, grid, args, constexprs in launches:
-        bound: list[Any] = []
-        for arg in args:
-            if TensorDescriptor is not None and isinstance(arg, TensorDescriptor):
-                return None
-            if not isinstance(arg, Tensor) or not arg.numel():
-                bound.append(arg)  # an absent result is an empty tensor: never read or written
-                continue
-            at = arg.data_ptr()
-            slot = next((i for i, (low, high) in enumerate(bounds) if low <= at < high), None)
-            if slot is not None:
-                offset = at - bounds[slot][0]
-            else:
-                storage = arg.untyped_storage()
-                if storage.data_ptr() not in placed:
-                    placed[storage.data_ptr()] = size
-                    size += -(-storage.nbytes() // _ALIGN) * _ALIGN
-                slot, offset = workspace, placed[storage.data_ptr()] + at - storage.data_ptr()
-            bound.append(_Address(slot, offset, arg.dtype, tuple(arg.shape), tuple(arg.stride())))
+        bound = [bind(arg) for arg in args]
         compiled, tail = None, ()
         if _launch.current_mode() is None:
             found = _launch.find_compiled(kernel, args, constexprs)
@@ -162,18 +231,21 @@ def layout(t: Tensor) -> tuple[Any, ...]:
     return t.shape, t.stride(), t.dtype, t.data_ptr() % 16 == 0
 
 
-def replayed(name: str, compose: Callable[[], Any], args: Sequence[Any]) -> Any:
-    """compose() for these arguments: replayed where the same layout was recorded before, else run (and recorded)."""
+def replayed(name: str, compose: Callable[[], Any], args: Sequence[Any], facts: tuple[Any, ...] = ()) -> Any:
+    """compose() for these arguments: replayed where the same layout was recorded before, else run (and recorded).
+
+    facts: whatever else compose's choices depend on.
+    """
     inputs = [a for a in args if isinstance(a, Tensor)]
     first = inputs[0]
     if not _launch.replays(first):
         return compose()
-    key = (name, first.device, *[layout(a) if isinstance(a, Tensor) else a for a in args])
+    key = (name, first.device, facts, *[layout(a) if isinstance(a, Tensor) else a for a in args])
     if key in _programs:
         program = _programs[key]
-        if program is None:
+        made = None if program is None else program.run(inputs)
+        if made is None:
             return compose()
-        made = program.run(inputs)
         return made[0] if len(made) == 1 else made
     out, program = record(compose, inputs)
     if len(_programs) >= MAX_PROGRAMS:

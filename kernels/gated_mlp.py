@@ -27,6 +27,7 @@ from ._gemm import (
 from ._lang import TensorDescriptor, cdiv, next_power_of_2, tl, triton
 from ._launch import contiguous_last, launch as _launch, on_device
 from ._math import activate, activate_grad, tile_order
+from ._replay import valid_distance
 from ._spec import Args, Op, Sizes, Spec, Stage, Write, accumulate_dtype, flag
 from ._target import target_of
 
@@ -130,11 +131,13 @@ def _stack(gate: Tensor, up: Tensor, config: Config) -> tuple[int, Any]:
     """
     low, high = (gate, up) if gate.data_ptr() <= up.data_ptr() else (up, gate)
     distance = high.data_ptr() - low.data_ptr() if gate.device.type != "meta" else gate.numel() * gate.element_size()
-    if not config.tma or gate.stride() != up.stride() or not 0 < distance < 2**40 or distance % 16:
+    if not config.tma or gate.stride() != up.stride() or not valid_distance(distance):
         return 0, None
     strides = [distance // gate.element_size(), low.stride(0), 1]
     box = [2, config.block_n // 2, config.block_k]
-    return (1 if low is gate else 2), TensorDescriptor(low, [2, *gate.shape], strides, box)
+    both = TensorDescriptor(low, [2, *gate.shape], strides, box)
+    both.pair = high  # a replay takes the stride from the addresses of its own tensors
+    return (1 if low is gate else 2), both
 
 
 def launch(

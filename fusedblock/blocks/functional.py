@@ -113,7 +113,9 @@ def _composite(name: str, extra: list[tuple[str, Any]], results: int, compose: C
 
     def run(*args: Any) -> Any:
         given, weights, spec = split(args)
-        return replayed(name, lambda: compose(_direct, spec, weights, *given), args)
+        # Which of the two weights lies lower decides how gated_mlp stacks them.
+        facts = (weights.gate.data_ptr() < weights.up.data_ptr(),)
+        return replayed(name, lambda: compose(_direct, spec, weights, *given), args, facts)
 
     def fake(*args: Any) -> Any:
         given, weights, spec = split(args)

@@ -1,0 +1,68 @@
+"""Recorded launches, replayed for other tensors of the same layout, give what running op by op gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedblock.blocks import BlockSpec, BlockWeights
+from fusedblock.blocks import functional as core
+from fusedblock.interpret import interpret
+from fusedblock.kernels import _replay, norm
+from fusedblock.kernels._target import TARGETS
+
+SPEC = BlockSpec(hidden=64, ffn=136, heads=4, kv_heads=2, head_dim=16, scale=0.25, eps=1e-5)
+
+
+def _tensors(seed: int, gate_first: bool) -> tuple[BlockWeights, list[Tensor]]:
+    g = torch.Generator().manual_seed(seed)
+
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g).bfloat16()
+
+    pair = rand(2, 136, 64)
+    gate, up = (pair[0], pair[1]) if gate_first else (pair[1], pair[0])
+    w = BlockWeights(rand(64), rand(64, 64), rand(32, 64), rand(32, 64), rand(64, 64), rand(64), gate, up, rand(64, 136))
+    return w, [rand(2, 150, 64), rand(1, 150, 16), rand(1, 150, 16)]
+
+
+def _compose(w: BlockWeights, given: list[Tensor]) -> Tensor:
+    return core._compose_block(core._direct, SPEC, w, *given, None, True)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("gate_first", [True, False])
+def test_replay_equals_composition(target: str, gate_first: bool) -> None:
+    w, given = _tensors(0, gate_first)
+    inputs = [*given, *[t for t in w if t is not None]]
+    with interpret(TARGETS[target]):
+        out, program = _replay.record(lambda: _compose(w, given), inputs)
+        assert program is not None and len(program.steps) == 7
+        for seed in (0, 1):
+            w2, given2 = _tensors(seed, gate_first)
+            got = program.run([*given2, *[t for t in w2 if t is not None]])
+            assert got is not None and torch.equal(got[0], _compose(w2, given2))
+            assert torch.equal(got[0], out) == (seed == 0)
+
+
+def test_weights_in_the_other_order_are_not_replayed() -> None:
+    w, given = _tensors(0, True)
+    with interpret(TARGETS["sm_90"]):
+        _, program = _replay.record(lambda: _compose(w, given), [*given, *[t for t in w if t is not None]])
+        assert program is not None
+        w2, given2 = _tensors(0, False)
+        assert program.run([*given2, *[t for t in w2 if t is not None]]) is None
+
+
+def test_what_cannot_be_replayed_is_not_recorded() -> None:
+    x, weight = torch.randn(4, 32), torch.randn(32)
+    with interpret(TARGETS["sm_80"]):
+
+        def run(t: Tensor, w: Tensor) -> Tensor:
+            return norm.launch(t, w, 1e-5, 0.0, True, False)[0]
+
+        assert _replay.record(lambda: run(x, weight), [x, weight])[1] is not None
+        strided = torch.randn(32, 4).t()
+        assert _replay.record(lambda: run(strided, weight), [strided, weight])[1] is None  # it copies
+        assert _replay.record(lambda: run(x, x[0]), [x, x[0]])[1] is None  # inputs overlap
