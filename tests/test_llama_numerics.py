@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from llama import CACHE, assert_same_tokens, prompt, relative_error, tiny, twin
@@ -38,9 +40,9 @@ def outcome(model: LlamaForCausalLM, ids: Tensor, mask: Tensor | None) -> tuple[
     return logits, {kind: torch.cat(grads) for kind, grads in kinds.items()}
 
 
-def check(model: LlamaForCausalLM, dtype: torch.dtype, pad: int) -> None:
+def check(model: LlamaForCausalLM, dtype: torch.dtype, pad: int, seq: int = 9) -> None:
     """The numerics rule for logits and gradients of a fused copy of the model."""
-    ids, mask = prompt(pad=pad)
+    ids, mask = (t.to(model.device) for t in prompt(seq=seq, pad=pad))
     original = twin(model, dtype)
     reference = twin(original, torch.float64)
     reference.set_attn_implementation("sdpa")  # eager attention takes its softmax in fp32
@@ -211,3 +213,74 @@ def test_generate_in_the_interpreter(kwargs: dict) -> None:
     want = model.generate(ids, **arguments)
     with interpret():
         assert_same_tokens(model, want, fused.generate(ids, **arguments), mask)
+
+
+# One layer of Llama-3.1-8B.
+LARGE = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+         "num_hidden_layers": 1}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pad", (0, 5), ids=("whole", "padded"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("config", [*CONFIGS, "large"])
+def test_gpu_logits_and_gradients(config: str, dtype: torch.dtype, pad: int) -> None:
+    model = tiny(**(LARGE if config == "large" else CONFIGS[config])).cuda()
+    for implementation in IMPLEMENTATIONS:
+        model.set_attn_implementation(implementation)
+        for seq in (37, 160):
+            check(model, dtype, pad, seq)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("static", (False, True), ids=("dynamic", "static"))
+@pytest.mark.parametrize("config", [*CONFIGS, "large"])
+def test_gpu_decode(config: str, static: bool, dtype: torch.dtype) -> None:
+    """A prefill and single tokens after it, with no gradients: the numerics rule for the logits of every step."""
+    ids = prompt(seq=40)[0].cuda()
+    model = tiny(**(LARGE if config == "large" else CONFIGS[config])).cuda()
+    original = twin(model, dtype)
+    fused = twin(original, dtype)
+    report = fusedblock.fuse(fused)
+
+    def steps(candidate: LlamaForCausalLM) -> Tensor:
+        cache = StaticCache(candidate.config, max_cache_len=64) if static else DynamicCache()
+        with torch.no_grad():
+            return torch.cat([candidate(part, **{CACHE: cache}).logits for part in ids.split((33, *[1] * 7), 1)], 1)
+
+    want, base, got = steps(twin(original, torch.float64)), steps(original), steps(fused)
+    error = relative_error(got, want)
+    assert error < 1e-5 if dtype is torch.float32 else error <= 1.5 * relative_error(base, want)
+    assert report.fused_calls == 8 * model.config.num_hidden_layers and report.fallback_calls == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pad", (0, 3), ids=("whole", "padded"))
+@pytest.mark.parametrize("config", CONFIGS)
+def test_gpu_generate(config: str, pad: int) -> None:
+    model = tiny(**CONFIGS[config]).cuda()
+    fused = twin(model)
+    report = fusedblock.fuse(fused)
+    ids, mask = (t.cuda() for t in prompt(pad=pad))
+    for kwargs in ({}, {"cache_implementation": "static", "disable_compile": True}):
+        arguments = {"attention_mask": mask, "max_new_tokens": 24, "do_sample": False, **kwargs}
+        assert_same_tokens(model, model.generate(ids, **arguments), fused.generate(ids, **arguments), mask)
+    assert report.fallback_calls == 0
+
+
+@pytest.mark.gpu
+def test_gpu_deepcopy_and_side_stream_give_the_same_bits() -> None:
+    model = tiny(**{**LARGE, "intermediate_size": 2048, "hidden_size": 1024, "num_hidden_layers": 2}).to("cuda", torch.bfloat16)
+    fusedblock.fuse(model)
+    ids = prompt(seq=130)[0].cuda()
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        want = model(ids).logits
+        assert torch.equal(other(ids).logits, want)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            got = [model(ids).logits for _ in range(3)]
+        torch.cuda.current_stream().wait_stream(stream)
+    assert all(torch.equal(value, want) for value in got)

@@ -142,15 +142,15 @@ def _type_name(value: Any) -> str:
 
 def unsupported(layer: nn.Module, spec: LayerSpec) -> str | None:
     """Why no kernel exists for the layer's sizes or numerics, or None."""
-    attention, mlp = getattr(layer, spec.attention), getattr(layer, spec.mlp)
-    head_dim = getattr(attention, spec.head_dim)
+    head_dim = getattr(getattr(layer, spec.attention), spec.head_dim, 0)
     if not 16 <= head_dim <= 256 or head_dim % 8:
         return f"head_dim={head_dim}, the kernels take multiples of 8 from 16 to 256"
-    if activation_of(getattr(mlp, spec.activation)) is None:
-        return f"activation {_type_name(getattr(mlp, spec.activation))} has no kernel"
-    eps = [getattr(getattr(layer, norm), spec.eps) for norm in (spec.input_norm, spec.post_norm)]
-    if eps[0] != eps[1]:
-        return f"the norms have different epsilons, {eps[0]} and {eps[1]}"
+    activation = getattr(getattr(layer, spec.mlp), spec.activation, None)
+    if activation_of(activation) is None:
+        return f"activation {_type_name(activation)} has no kernel"
+    eps, post_eps = (getattr(getattr(layer, norm), spec.eps, None) for norm in (spec.input_norm, spec.post_norm))
+    if None not in (eps, post_eps) and eps != post_eps:
+        return f"the norms have different epsilons, {eps} and {post_eps}"
     return None
 
 
