@@ -26,7 +26,7 @@ Form = Callable[..., Any]
 class Operator:
     """make() -> inputs, fresh at each call; forms: name -> function of the inputs, the yardstick first. differentiable: places
     of the inputs that get gradients in training. other: forms that compute something else, whose results are not checked;
-    inference: forms without a backward."""
+    inference: forms without a backward. training: FLOPs of forward and backward together, in those of the forward."""
 
     name: str
     make: Callable[[], tuple[Tensor, ...]]
@@ -35,6 +35,7 @@ class Operator:
     differentiable: tuple[int, ...]
     other: dict[str, Form] = field(default_factory=dict)
     inference: dict[str, Form] = field(default_factory=dict)
+    training: float = 3.0
 
 
 def operators(config: LlamaConfig, batch: int, seq: int, context: int, device: torch.device) -> list[Operator]:
@@ -130,6 +131,7 @@ def operators(config: LlamaConfig, batch: int, seq: int, context: int, device: t
             },
             4 * batch * heads * head_dim * pairs,
             (0, 1, 2),
+            training=3.5,  # two products forward, five backward
         ),
         projection("o", hidden),
         Operator(
@@ -202,7 +204,7 @@ def _case(op: Operator, name: str, train: bool, l2_bytes: int) -> Case:
     forms = {**op.forms, **({} if train else op.inference)}
     builders = {n: partial(build, form, True) for n, form in forms.items()}
     builders |= {n: partial(build, form, False) for n, form in op.other.items()}
-    return Case("operator", name, builders, reference, op.flops * (3 if train else 1), moved)
+    return Case("operator", name, builders, reference, round(op.flops * op.training) if train else op.flops, moved)
 
 
 _gradients: dict[Any, Tensor] = {}

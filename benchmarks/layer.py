@@ -121,4 +121,4 @@ def demand(layer: nn.Module, batch: int, seq: int, cached: int | None, train: bo
         elements += 2 * batch * context * kv_heads * head_dim
     if train:  # weights again, their gradients, and the gradients of result and input
         elements += 2 * weights + 2 * tokens * hidden
-    return (products + attention) * (3 if train else 1), 2 * elements
+    return (products * 3 + attention * 7 // 2 if train else products + attention), 2 * elements

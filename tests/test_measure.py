@@ -92,8 +92,8 @@ def test_llama_8b_training() -> None:
     report = measure(LlamaConfig(**LLAMA_8B), batch=1, seq=4096, phase="train", baseline="sdpa")
     assert gb(report.before) == pytest.approx(11.3, rel=0.02)
     for side in (report.before, report.after):
-        # every product once forward and twice backward; attention backward is twice its forward, and computed again in half
-        assert side.total().flops == pytest.approx(3 * (Llama8B.products + Llama8B.causal), rel=0.01)
+        # each product once forward and twice backward; attention's two once, and five to go back
+        assert side.total().flops == pytest.approx(3 * Llama8B.products + 3.5 * Llama8B.causal, rel=0.01)
     assert report.after.total().launches < report.before.total().launches / 2
     assert report.after.total().bytes < report.before.total().bytes / 2
 
