@@ -34,7 +34,7 @@ test-all: $(VENV)/.installed $(NEWEST)/.installed
 	$(NEWEST)/bin/python -m pytest -n $(JOBS) -m "not slow and not gpu"
 
 clean:
-	rm -rf $(VENV) $(NEWEST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(NEWEST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache fusedblock-report
 
 # The stamps: an environment is built again only when what it was built from has changed.
 $(VENV)/.installed: pyproject.toml ci-constraints.txt
