@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
 import gc
 import time
 from collections.abc import Callable, Mapping
@@ -125,7 +127,7 @@ def run(case: Case, settings: Settings) -> list[Row]:
         except ModuleNotFoundError as error:
             fact["status"] = f"not installed: {error.name}"
         except Exception as error:  # of any library: one failing peer must not end the run
-            fact["status"] = f"failed: {type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error) else ''}"
+            fact["status"] = f"failed: {_reason(error)}"
             if settings.on_gpu:
                 torch.cuda.synchronize()
         settings.log(f"  {case.name}, {name}: {fact['status']} ({time.monotonic() - started:.0f} s)")
@@ -148,21 +150,41 @@ def _times(
     gc.collect()
     if settings.on_gpu:
         torch.cuda.empty_cache()
+    while good:
+        try:
+            return {**found, **_interleave(case, good, settings)}
+        except Exception as error:
+            torch.cuda.empty_cache()
+            broken = {name: reason for name, c in good.items() if (reason := _fails(case, name, c, settings))}
+            for name, reason in (broken or dict.fromkeys(good, _reason(error))).items():
+                facts[name]["status"] = f"failed while timed: {reason}"
+                del good[name]
+    return found
+
+
+def _interleave(case: Case, good: dict[str, Candidate], settings: Settings) -> dict[str, timing.Timing]:
+    if case.host:
+        return {name: timing.host_time(c.calls[0], before=c.before) for name, c in good.items()}
+    return timing.interleave(
+        {name: c.calls for name, c in good.items()},
+        timer=settings.timer(),
+        before={name: c.before for name, c in good.items() if c.before is not None},
+        rounds=settings.rounds,
+        budget_s=max(0.0, min(settings.seconds, settings.left)),
+    )
+
+
+def _fails(case: Case, name: str, candidate: Candidate, settings: Settings) -> str | None:
     try:
-        if case.host:
-            return {**found, **{name: timing.host_time(c.calls[0], before=c.before) for name, c in good.items()}}
-        times = timing.interleave(
-            {name: c.calls for name, c in good.items()},
-            timer=settings.timer(),
-            before={name: c.before for name, c in good.items() if c.before is not None},
-            rounds=settings.rounds,
-            budget_s=max(0.0, min(settings.seconds, settings.left)),
-        )
-        return {**found, **times}
+        _interleave(case, {name: candidate}, dataclasses.replace(settings, rounds=1))
     except Exception as error:
-        for name in good:
-            facts[name]["status"] = f"failed while timed: {type(error).__name__}: {str(error)[:200]}"
-        return found
+        return _reason(error)
+    return None
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
 
 
 def _row(case: Case, name: str, fact: dict[str, Any], t: timing.Timing | None, settings: Settings) -> Row:
@@ -204,16 +226,34 @@ def _peak_mib(candidate: Candidate, settings: Settings) -> float | None:
 
 
 def _launches(candidate: Candidate, settings: Settings) -> int | None:
-    """What the GPU really ran for one call: kernels, copies and fills. None where the profiler does not work."""
+    """What the GPU runs for one call: the kernels, copies and fills in its CUDA graph. None if it cannot be captured.
+
+    Not by the profiler, which slows down every launch after it.
+    """
     if not settings.on_gpu:
         return None
     _call(candidate.check_before)
     torch.cuda.synchronize()
     try:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with torch.cuda.graph(graph):
             candidate.calls[0]()
-            torch.cuda.synchronize()
-        count = sum(e.device_type == torch.autograd.DeviceType.CUDA for e in profile.events())
+        return _work_nodes(graph.raw_cuda_graph())
     except Exception:
+        torch.cuda.synchronize()
         return None
-    return count or None
+
+
+def _work_nodes(graph: int) -> int:
+    driver, handle, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(graph), ctypes.c_size_t()
+    if driver.cuGraphGetNodes(handle, None, ctypes.byref(count)):
+        raise RuntimeError("cuGraphGetNodes failed")
+    nodes = (ctypes.c_void_p * count.value)()
+    if driver.cuGraphGetNodes(handle, nodes, ctypes.byref(count)):
+        raise RuntimeError("cuGraphGetNodes failed")
+    kind, found = ctypes.c_int(), 0
+    for node in nodes:
+        if driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)):
+            raise RuntimeError("cuGraphNodeGetType failed")
+        found += kind.value in (0, 1, 2)  # CU_GRAPH_NODE_TYPE_KERNEL, MEMCPY, MEMSET
+    return found

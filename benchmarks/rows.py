@@ -27,7 +27,8 @@ class Row:
     ms: median of one call; spread: distance of the quartiles relative to it; method: "graph", "queue" or "host".
     tflops: FLOPs of the case's maths by the time; gbps: bytes that any implementation must move by the time: both have the
     same numerator for every implementation of a case. peak_mib: memory that one call takes beyond weights and inputs.
-    max_rel_error: the largest of norm(out - ref) / norm(ref) over the results. launches: kernels the GPU ran for one call.
+    max_rel_error: the largest of norm(out - ref) / norm(ref) over the results. launches: kernels, copies and fills in the CUDA
+    graph of one call.
     status: "ok", or why there is no time.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 import time
 import types
@@ -14,8 +15,8 @@ from torch import nn
 from transformers.models.llama import modeling_llama
 
 import fusedblock
+from benchmarks import engine, rows
 from benchmarks import layer as layers
-from benchmarks import rows
 from benchmarks.__main__ import main
 from benchmarks.breakdown import operators
 from benchmarks.engine import Candidate, Case, Settings, errors, run, verdict
@@ -155,6 +156,30 @@ def test_a_fused_layer_that_falls_back_fails() -> None:
     case.implementations = {n: b for n, b in case.implementations.items() if n in ("hf-sdpa", "fusedblock")}
     status = {r.impl: r.status for r in run(case, settings())}
     assert status["hf-sdpa"] == "ok" and "fell back: position_embeddings" in status["fusedblock"]
+
+
+def test_one_that_breaks_while_timed_leaves_the_others_their_times() -> None:
+    calls = []
+
+    def flaky() -> torch.Tensor:
+        calls.append(1)
+        if len(calls) > 1:
+            raise RuntimeError("second call")
+        return torch.ones(2)
+
+    built = {"good": lambda: Candidate([lambda: torch.ones(2)]), "flaky": lambda: Candidate([flaky])}
+    good, bad = run(Case("b", "c", built, lambda: [torch.ones(2)], 1, lambda: 1), settings())
+    assert good.status == "ok" and good.ms is not None
+    assert bad.status == "failed while timed: RuntimeError: second call" and bad.ms is None
+
+
+@pytest.mark.gpu
+def test_launches_are_counted_in_the_graph() -> None:
+    x = torch.randn(64, 64, device="cuda")
+    gpu = dataclasses.replace(settings(), device=torch.device("cuda"))
+    assert engine._launches(Candidate([lambda: (x * 2).exp() + x]), gpu) == 3
+    assert engine._launches(Candidate([lambda: x.sum().item()]), gpu) is None  # cannot be captured
+    assert (x * 2).isfinite().all()
 
 
 @pytest.mark.parametrize("cached", [None, 80])

@@ -182,7 +182,7 @@ def _trainable(module: nn.Module, work: Workload) -> None:
 
 def _time_layer(layer: nn.Module, work: Workload, baseline: str, device: torch.device) -> list[timing.Timing]:
     """Before and after, in turns, over as many sets of weights and inputs as it takes to leave the L2 cache."""
-    with torch.cuda.device(device), torch.random.fork_rng([device]), ExitStack() as stack:
+    with torch.cuda.device(device), torch.random.fork_rng([device.index]), ExitStack() as stack:
         stack.callback(torch.cuda.empty_cache)
         calls: dict[str, list[LayerCall]] = {"before": [], "after": []}
         sets = 1
