@@ -172,6 +172,14 @@ def _table(t: Tensor) -> Tensor:
     return rearrange(t.contiguous(), "batch seq half -> (batch seq) half")
 
 
+def _tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Both as rows of one row stride, for all batch items or for each."""
+    if cos.shape[0] != sin.shape[0]:
+        cos, sin = torch.broadcast_tensors(cos, sin)
+    cos, sin = _table(cos), _table(sin)
+    return (cos, sin) if cos.stride(0) == sin.stride(0) else (cos.contiguous(), sin.contiguous())
+
+
 def padded_head(head_dim: int) -> int:
     """Columns a head takes in a tile: both halves padded to a power of two."""
     return 2 * next_power_of_2(head_dim // 2)
@@ -195,9 +203,7 @@ def launch(
     rows = contiguous_last(x).reshape(-1, sizes["hidden"])
     weights = [contiguous_last(t) for t in (q_weight, k_weight, v_weight)]
     biases = [None if t is None else t.contiguous() for t in (q_bias, k_bias, v_bias)]
-    cos_rows, sin_rows = _table(cos), _table(sin)
-    if cos_rows.stride(0) != sin_rows.stride(0):
-        cos_rows, sin_rows = cos_rows.contiguous(), sin_rows.contiguous()
+    cos_rows, sin_rows = _tables(cos, sin)
     m, hidden, nq, nk = rows.shape[0], sizes["hidden"], sizes["q_width"], sizes["kv_width"]
     flat = [q.view(m, nq), k.view(m, nk), v.view(m, nk)] if m else []
     if not flat:
@@ -214,7 +220,7 @@ def launch(
              cos_rows, sin_rows, None if sumsq is None else sumsq.contiguous(), *[operand(t, c.block_m, c.block_n, c) for t in flat],
              m, nq, nk, hidden, n_sums, sizes["seq"], rows.stride(0), *[w.stride(0) for w in weights], cos_rows.stride(0),
              1.0 / hidden, eps),
-            {"SHARED": cos.shape[0] == 1 and sizes["batch"] > 1, "HD": head_dim, "HP": hp, "TILES_P": next_power_of_2(n_sums),
+            {"SHARED": cos_rows.shape[0] < m, "HD": head_dim, "HP": hp, "TILES_P": next_power_of_2(n_sums),
              "OUT": triton_dtype(x.dtype), "ACC": accumulator(x), **options(c)},
         )  # fmt: skip
     return q, k, v
@@ -255,17 +261,17 @@ def backward_reference(
     cos: Tensor, sin: Tensor, head_dim: int, need_x: bool, need_q_weight: bool, need_k_weight: bool, need_v_weight: bool,
     need_q_bias: bool, need_k_bias: bool, need_v_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    acc, none = accumulate_dtype(x.dtype), x.new_empty(0)
+    acc = accumulate_dtype(x.dtype)
     cos, sin = cos.to(acc), sin.to(acc)
     turned = [rotate(g.to(acc), cos, -sin).to(x.dtype) for g in (grad_q, grad_k)]
     dys = [rearrange(g, "batch seq heads head_dim -> batch seq (heads head_dim)") for g in (*turned, grad_v)]
     weights = (q_weight, k_weight, v_weight)
-    dx = none
+    dx = x.new_empty(0)  # absent results are apart from one another: an operator's results must not alias
     if need_x:
         dx = sum(einsum(d.to(acc), w.to(acc), "b s out, out hidden -> b s hidden") for d, w in zip(dys, weights)).to(x.dtype)  # type: ignore[union-attr]
-    dws = [einsum(d, x, "b s out, b s hidden -> out hidden") if need else none
+    dws = [einsum(d, x, "b s out, b s hidden -> out hidden") if need else x.new_empty(0)
            for d, need in zip(dys, (need_q_weight, need_k_weight, need_v_weight))]  # fmt: skip
-    dbs = [reduce(d, "b s out -> out", "sum") if need else none
+    dbs = [reduce(d, "b s out -> out", "sum") if need else x.new_empty(0)
            for d, need in zip(dys, (need_q_bias, need_k_bias, need_v_bias))]  # fmt: skip
     return dx, *dws, *dbs  # type: ignore[return-value]
 
@@ -304,15 +310,13 @@ def backward_launch(
     turned_q, turned_k = BACKWARD_SPEC.empty_scratch(args, sizes)
     m, seq, heads, kv_heads = sizes["batch"] * sizes["seq"], sizes["seq"], sizes["heads"], sizes["kv_heads"]
     rows = contiguous_last(x).reshape(-1, sizes["hidden"])
-    cos_rows, sin_rows = _table(cos), _table(sin)
-    if cos_rows.stride(0) != sin_rows.stride(0):
-        cos_rows, sin_rows = cos_rows.contiguous(), sin_rows.contiguous()
+    cos_rows, sin_rows = _tables(cos, sin)
     with on_device(x):
         _launch(
             _turn_back_kernel, (cdiv(m, 16), heads + kv_heads),
             (grad_q.contiguous(), grad_k.contiguous(), cos_rows, sin_rows, turned_q, turned_k, m, max(seq, 1), heads, kv_heads,
              cos_rows.stride(0)),
-            {"SHARED": cos.shape[0] == 1 and sizes["batch"] > 1, "HD": head_dim, "HALF": next_power_of_2(head_dim // 2), "BM": 16,
+            {"SHARED": cos_rows.shape[0] < m, "HD": head_dim, "HALF": next_power_of_2(head_dim // 2), "BM": 16,
              "ACC": accumulator(x), "num_warps": 4},
         )  # fmt: skip
         dys = [g.reshape(m, -1) if m else g.reshape(0, n)

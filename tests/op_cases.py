@@ -1,0 +1,347 @@
+"""Inputs for every op, float64 formulas they are held to, and the ways to run them.
+
+A case makes the arguments of one op by name. The formulas are written from the papers, share nothing with the ops' own
+references, and are differentiated by autograd.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from einops import einsum, rearrange, repeat
+from torch import Tensor
+
+from fusedblock.interpret import Launch, interpret
+from fusedblock.kernels import _gemm
+from fusedblock.kernels._target import TARGETS, Target
+from fusedblock.ops import OPS
+
+Args = dict[str, Any]
+Make = Callable[[torch.dtype, torch.Generator], Args]
+HALVES = (torch.float16, torch.bfloat16)
+DTYPES = (torch.float32, *HALVES)
+# Descriptors and masked pointers: the two ways a GEMM reads its operands. With so few SMs every program has several tiles.
+PATHS = ("sm_90", "sm_80")
+FEW_SMS = {name: replace(target, sms=3) for name, target in TARGETS.items()}
+EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class Case:
+    op: str
+    id: str
+    make: Make
+
+    def arguments(self, dtype: torch.dtype, seed: int = 0) -> Args:
+        return self.make(dtype, torch.Generator().manual_seed(seed))
+
+
+def randn(*shape: int, dtype: torch.dtype, generator: torch.Generator, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
+
+
+def rotary_tables(batch: int, seq: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin `batch seq head_dim`, two equal halves as HF makes them; every batch item has positions of its own."""
+    inverse = 10000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    positions = torch.arange(seq, dtype=torch.float64)[None, :] + 3 * torch.arange(batch, dtype=torch.float64)[:, None]
+    angles = repeat(einsum(positions, inverse, "batch seq, half -> batch seq half"), "batch seq half -> batch seq (two half)", two=2)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def norm_case(tokens: int, hidden: int, weight_offset: float = 0.0, round_early: bool = True, save_rstd: bool = True,
+              eps: float = EPS) -> Case:  # fmt: skip
+    def make(dtype: torch.dtype, g: torch.Generator) -> Args:
+        return {
+            "x": randn(tokens, hidden, dtype=dtype, generator=g), "weight": randn(hidden, dtype=dtype, generator=g),
+            "eps": eps, "weight_offset": weight_offset, "round_early": round_early, "save_rstd": save_rstd,
+        }  # fmt: skip
+
+    return Case("rms_norm", f"rms_norm-{tokens}x{hidden}-offset{weight_offset:g}-{'early' if round_early else 'late'}", make)
+
+
+def linear_case(tokens: int, inner: int, outer: int, given: str = "") -> Case:
+    def make(dtype: torch.dtype, g: torch.Generator) -> Args:
+        def optional(name: str, *shape: int) -> Tensor | None:
+            t = randn(*shape, dtype=dtype, generator=g)
+            return t if name in given.split() else None
+
+        return {
+            "x": randn(tokens, inner, dtype=dtype, generator=g),
+            "weight": randn(outer, inner, dtype=dtype, generator=g, scale=max(inner, 1) ** -0.5),
+            "bias": optional("bias", outer), "residual": optional("residual", tokens, outer), "norm_weight": optional("norm_weight", outer),
+        }  # fmt: skip
+
+    return Case("linear", f"linear-{tokens}x{inner}x{outer}-{given.replace(' ', '+') or 'plain'}", make)
+
+
+def qkv_case(batch: int, seq: int, hidden: int, head_dim: int, kv_heads: int, group: int, *, bias: bool = False,
+             tables: str = "one", normed: bool = False) -> Case:  # fmt: skip
+    """tables: "one" for all batch items, one for "each", or "view" (the first half of full-width tables, as HF's)."""
+
+    def make(dtype: torch.dtype, g: torch.Generator) -> Args:
+        widths = {"q": kv_heads * group * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
+        cos, sin = rotary_tables(batch if tables == "each" else 1, seq, head_dim, torch.float64 if dtype is torch.float64 else torch.float32)
+        cos, sin = cos[..., : head_dim // 2], sin[..., : head_dim // 2]
+        if tables != "view":
+            cos, sin = cos.contiguous(), sin.contiguous()
+        x = randn(batch, seq, hidden, dtype=dtype, generator=g)
+        return {
+            "x": x,
+            **{f"{n}_weight": randn(w, hidden, dtype=dtype, generator=g, scale=hidden**-0.5) for n, w in widths.items()},
+            **{f"{n}_bias": randn(w, dtype=dtype, generator=g) if bias else None for n, w in widths.items()},
+            "cos": cos, "sin": sin, "sumsq": sums_of_squares(x, g) if normed else None, "head_dim": head_dim, "eps": EPS,
+        }  # fmt: skip
+
+    name = f"qkv_rope-{batch}x{seq}x{hidden}-d{head_dim}-{kv_heads * group}:{kv_heads}-{tables}" + "-bias" * bias + "-normed" * normed
+    return Case("qkv_rope", name, make)
+
+
+def mlp_case(tokens: int, hidden: int, ffn: int, activation: str = "silu", *, bias: bool = False, normed: bool = False,
+             save: bool = True) -> Case:  # fmt: skip
+    def make(dtype: torch.dtype, g: torch.Generator) -> Args:
+        x = randn(tokens, hidden, dtype=dtype, generator=g)
+        return {
+            "x": x,
+            **{f"{n}_weight": randn(ffn, hidden, dtype=dtype, generator=g, scale=hidden**-0.5) for n in ("gate", "up")},
+            **{f"{n}_bias": randn(ffn, dtype=dtype, generator=g) if bias else None for n in ("gate", "up")},
+            "sumsq": sums_of_squares(x, g) if normed else None, "activation": activation, "eps": EPS, "save": save,
+        }  # fmt: skip
+
+    return Case("gated_mlp", f"gated_mlp-{tokens}x{hidden}x{ffn}-{activation}" + "-bias" * bias + "-normed" * normed, make)
+
+
+def attention_case(batch: int, seq: int, context: int, kv_heads: int, group: int, head_dim: int, causal: bool) -> Case:
+    def make(dtype: torch.dtype, g: torch.Generator) -> Args:
+        return {
+            "q": randn(batch, seq, kv_heads * group, head_dim, dtype=dtype, generator=g),
+            **{n: randn(batch, context, kv_heads, head_dim, dtype=dtype, generator=g) for n in "kv"},
+            "mask": None, "causal": causal, "scale": head_dim**-0.5,
+        }  # fmt: skip
+
+    return Case("attention", f"attention-{batch}x{seq}:{context}-d{head_dim}-{kv_heads * group}:{kv_heads}" + "-causal" * causal, make)
+
+
+def sums_of_squares(x: Tensor, g: torch.Generator) -> Tensor:
+    """Partial sums of squares in three tiles, not those of x itself: a kernel that recomputed them would be found out."""
+    dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
+    return x.shape[-1] * (0.2 + torch.rand(*x.shape[:-1], 3, generator=g, dtype=torch.float64)).to(dtype)
+
+
+# Small and ragged, every argument given somewhere: for what needs one pass over all ops.
+SMALL = (
+    norm_case(5, 24),
+    norm_case(3, 40, 1.0, False),
+    linear_case(5, 24, 40, "bias residual"),
+    linear_case(19, 40, 24),
+    qkv_case(2, 3, 24, 16, 1, 2, bias=True, tables="each"),
+    qkv_case(1, 5, 40, 24, 1, 1),
+    mlp_case(5, 24, 40, "silu", bias=True),
+    mlp_case(19, 40, 24, "gelu_tanh"),
+    attention_case(2, 5, 7, 1, 2, 16, True),
+    attention_case(1, 3, 9, 2, 1, 24, False),
+)
+# Those whose arguments have no gradients.
+FORWARD_ONLY = (
+    linear_case(19, 40, 24, "bias residual norm_weight"),
+    qkv_case(2, 3, 24, 16, 1, 2, normed=True),
+    mlp_case(19, 40, 24, normed=True, save=False),
+)
+
+
+# ---- formulas, in whatever dtype the arguments have: float64 ---------------------------------------------------------------
+
+
+def _rms_norm(a: Args) -> dict[str, Tensor]:
+    rstd = (a["x"] ** 2).mean(-1).add(a["eps"]) ** -0.5
+    return {"y": (a["weight"] + a["weight_offset"]) * a["x"] * rstd[:, None], "rstd": rstd}
+
+
+def _project(a: Args, x: Tensor, name: str) -> Tensor:
+    y = einsum(x, a[f"{name}_weight" if name else "weight"], "... hidden, out hidden -> ... out")
+    if a.get("sumsq") is not None:
+        y = y / (a["sumsq"].sum(-1, keepdim=True) / x.shape[-1] + a["eps"]).sqrt()
+    b = a[f"{name}_bias" if name else "bias"]
+    return y if b is None else y + b
+
+
+def _linear(a: Args) -> dict[str, Tensor]:
+    out = _project(a, a["x"], "")
+    if a["residual"] is not None:
+        out = out + a["residual"]
+    if a["norm_weight"] is None:
+        return {"out": out}
+    return {"out": out, "scaled": out * a["norm_weight"], "sumsq": (out**2).sum(-1)}
+
+
+def _qkv_rope(a: Args) -> dict[str, Tensor]:
+    def heads(name: str) -> Tensor:
+        return rearrange(_project(a, a["x"], name), "batch seq (heads d) -> batch seq heads d", d=a["head_dim"])
+
+    def rotate(u: Tensor) -> Tensor:
+        """Feature i and feature i + d/2 as one complex number, turned by its angle."""
+        real, imaginary = u.chunk(2, -1)
+        turned = torch.complex(real, imaginary) * torch.complex(a["cos"], a["sin"])[:, :, None, :]
+        return torch.cat((turned.real, turned.imag), -1)
+
+    return {"q": rotate(heads("q")), "k": rotate(heads("k")), "v": heads("v")}
+
+
+def activation(x: Tensor, name: str) -> Tensor:
+    if name == "silu":
+        return x / (1 + torch.exp(-x))
+    if name == "gelu":
+        return x / 2 * (1 + torch.erf(x / 2**0.5))
+    return x / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
+
+
+def _gated_mlp(a: Args) -> dict[str, Tensor]:
+    gate, up = _project(a, a["x"], "gate"), _project(a, a["x"], "up")
+    return {"out": activation(gate, a["activation"]) * up, "gate": gate, "up": up}
+
+
+def _attention(a: Args) -> dict[str, Tensor]:
+    seq, context = a["q"].shape[1], a["k"].shape[1]
+    group = a["q"].shape[2] // a["k"].shape[2]
+    k, v = (repeat(a[n], "batch context heads d -> batch context (heads group) d", group=group) for n in "kv")
+    logits = a["scale"] * einsum(a["q"], k, "batch i heads d, batch j heads d -> batch heads i j")
+    if a["causal"]:
+        visible = torch.ones(seq, context, dtype=torch.bool).tril(context - seq)
+        logits = logits.masked_fill(~visible, float("-inf"))
+    out = einsum(logits.softmax(-1), v, "batch heads i j, batch j heads d -> batch i heads d")
+    return {"out": out, "lse": logits.logsumexp(-1)}
+
+
+FORMULAS: dict[str, Callable[[Args], dict[str, Tensor]]] = {
+    "rms_norm": _rms_norm, "linear": _linear, "qkv_rope": _qkv_rope, "gated_mlp": _gated_mlp, "attention": _attention,
+}  # fmt: skip
+
+
+# ---- running ---------------------------------------------------------------------------------------------------------------
+
+
+def to(args: Args, dtype: torch.dtype | None = None, device: Any = None) -> Args:
+    """args with every floating tensor in dtype, on device; values as they were rounded before."""
+
+    def move(v: Any) -> Any:
+        if not isinstance(v, Tensor):
+            return v
+        return v.to(device=device, dtype=dtype if v.is_floating_point() else None)
+
+    return {n: move(v) for n, v in args.items()}
+
+
+def differentiable(op: str, args: Args) -> list[str]:
+    """Names of the given arguments that the op has gradients for."""
+    backward = OPS[op].backward
+    assert backward is not None
+    names = [*(w.removeprefix("grad_") for w in backward.spec.writes), *OPS[op].passthrough]
+    return [n for n in names if args[n] is not None]
+
+
+def call(op: str, args: Args) -> dict[str, Tensor]:
+    """Results by name, through the dispatcher; those that are absent left out."""
+    out = getattr(torch.ops.fusedblock, op).default(*args.values())
+    results = dict(zip(OPS[op].spec.writes, (out,) if isinstance(out, Tensor) else out))
+    return {n: t for n, t in results.items() if OPS[op].spec.writes[n].when(args)}
+
+
+def result_gradient(name: str, result: Tensor, seed: int = 7) -> Tensor:
+    """What comes back for a result: the same values whatever its dtype, once they are rounded to fp16 and bf16 alike."""
+    g = torch.Generator().manual_seed(seed + len(name))
+    values = (torch.randn(result.shape, generator=g, dtype=torch.float64) * 32).round() / 32
+    return values.to(dtype=result.dtype, device=result.device)
+
+
+def with_gradients(op: str, args: Args, run: Callable[[str, Args], dict[str, Tensor]] = call) -> dict[str, Tensor]:
+    """Results and the gradients of differentiable arguments, as "grad_<argument>"."""
+    names = differentiable(op, args)
+    leaves = {n: args[n].detach().clone().requires_grad_() for n in names}
+    results = run(op, {**args, **leaves})
+    wanted = {n: t for n, t in results.items() if t.requires_grad and f"grad_{n}" in _backward_takes(op)}
+    grads = torch.autograd.grad([*wanted.values()], [*leaves.values()], [result_gradient(n, t) for n, t in wanted.items()])
+    return {n: t.detach() for n, t in results.items()} | {f"grad_{n}": g for n, g in zip(names, grads)}
+
+
+def _backward_takes(op: str) -> Mapping[str, str]:
+    backward = OPS[op].backward
+    assert backward is not None
+    return backward.spec.reads
+
+
+def formula(op: str, args: Args) -> dict[str, Tensor]:
+    return FORMULAS[op](args)
+
+
+def backward_arguments(op: str, args: Args, needs: bool | Mapping[str, bool] = True) -> Args:
+    """Arguments of op's backward op, from a forward by the op's reference; needs: which gradients are wanted."""
+    backward = OPS[op].backward
+    assert backward is not None
+    results = dict(zip(OPS[op].spec.writes, OPS[op].reference(**args)))
+    known = {**args, **results, **{f"grad_{n}": result_gradient(n, t) for n, t in results.items()}}
+    for n, given in args.items():
+        known[f"need_{n}"] = given is not None and (needs if isinstance(needs, bool) else needs[n])
+    return {n: known[n] for n in inspect.signature(backward.launch).parameters}
+
+
+def comparable(results: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Partial sums have as many tiles as the config has: their total is what counts."""
+    return {n: t.double().sum(-1) if n == "sumsq" and t.dim() == 2 else t for n, t in results.items()}
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """Relative error in the 2-norm."""
+    assert got.shape == want.shape
+    difference = torch.linalg.vector_norm(got.double() - want)
+    return float(difference / torch.linalg.vector_norm(want)) if difference else 0.0
+
+
+def assert_accurate(got: Mapping[str, Tensor], want: Mapping[str, Tensor], plain: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """fp32 within 1e-5 of float64; fp16 and bf16 at most 1.5 times as far from it as plain torch in the same dtype."""
+    got, plain = comparable(got), comparable(plain)
+    assert [*got] == [*want]
+    for name, value in want.items():
+        limit = {torch.float64: 1e-12}.get(dtype, 1e-5)
+        e = error(got[name], value)
+        if dtype in HALVES:  # statistics are fp32 there too: their own rounding stays within fp32's limit
+            allowed = 1.5 * error(plain[name], value)
+            assert allowed < 0.1, f"{name}: plain torch itself is off by {allowed / 1.5:.2g}"
+            limit = allowed if got[name].dtype == dtype else max(limit, allowed)
+        assert e <= limit, f"{name}: error {e:.3g}, allowed {limit:.3g}"
+
+
+@contextmanager
+def recording(target: str | Target) -> Iterator[list[Launch]]:
+    """Interpret for target, and list the launches."""
+    launches: list[Launch] = []
+    with interpret(FEW_SMS[target] if isinstance(target, str) else target, on_launch=[launches.append]):
+        yield launches
+
+
+def check(case: Case, dtype: torch.dtype, target: str, gradients: bool = True, args: Args | None = None) -> list[Launch]:
+    """Compare every result (and gradient) of the interpreted kernels with float64. Returns the launches."""
+    args = case.arguments(dtype) if args is None else args
+    run = with_gradients if gradients else (lambda op, a, run=call: run(op, a))
+    with recording(target) as launches:
+        got = run(case.op, args)
+    want = run(case.op, to(args, torch.float64), formula)
+    plain = run(case.op, args)
+    want = {n: t for n, t in want.items() if n in got}
+    assert_accurate(got, want, plain, dtype)
+    assert launches, "no kernel ran"
+    return launches
+
+
+@contextmanager
+def only_config(config: _gemm.Config) -> Iterator[None]:
+    """Every GEMM uses this config, whatever its size."""
+    before = _gemm.tables
+    _gemm.tables = lambda itemsize, target: {kind: ((1 << 62, config),) for kind in ("nt", "pair", "nn", "tn")}
+    try:
+        yield
+    finally:
+        _gemm.tables = before

@@ -1,0 +1,385 @@
+"""Every op against float64: results and gradients, each dtype, descriptors and pointers, ragged shapes; and its registration."""
+
+from __future__ import annotations
+
+import op_cases
+import pytest
+import torch
+from op_cases import (
+    DTYPES, EPS, FORWARD_ONLY, HALVES, PATHS, SMALL, Args, Case, assert_accurate, backward_arguments, check, linear_case, mlp_case,
+    norm_case, only_config, qkv_case, recording, to,
+)  # fmt: skip
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from fusedblock import ops
+from fusedblock.kernels import _gemm
+from fusedblock.kernels._target import TARGETS
+from fusedblock.ops import COSTS, OPS
+
+BF16 = torch.bfloat16
+# fp32 has one table for all targets, and no larger tiles for more rows.
+WIDE = [(BF16, "sm_90"), (BF16, "sm_80")]
+RUNS = [(torch.float32, "sm_90"), (torch.float16, "sm_90"), *WIDE]
+
+
+def cases(*given: Case):
+    return pytest.mark.parametrize("case", given, ids=lambda c: c.id)
+
+
+def runs(small: list[Case], wide: list[Case]):
+    """Small cases in every dtype, those of many tiles in bf16: on a target with descriptors and one without."""
+    chosen = [(c, *r) for c in small for r in RUNS] + [(c, *r) for c in wide for r in WIDE]
+    return pytest.mark.parametrize(
+        ("case", "dtype", "target"), chosen, ids=[f"{c.id}-{str(d).removeprefix('torch.')}-{t}" for c, d, t in chosen]
+    )
+
+
+# ---- RMSNorm ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@cases(
+    norm_case(37, 96), norm_case(37, 96, 1.0), norm_case(37, 96, 0.0, False), norm_case(37, 96, 1.0, False), norm_case(3, 4096),
+    norm_case(13, 131), norm_case(1, 40), norm_case(9, 1, eps=0.5),
+)  # fmt: skip
+def test_rms_norm(case, dtype):
+    launches = check(case, dtype, "sm_90")
+    assert [launch.kernel for launch in launches] == ["_forward_kernel", "_backward_kernel", "_sum_rows_kernel"]
+    tokens = case.arguments(dtype)["x"].shape[0]
+    assert launches[1].grid[0] == min(tokens, 12)  # above 12 rows a program has several
+
+
+def test_rms_norm_rounds_where_it_says():
+    """Two roundings or one: in bf16 they differ at many elements, and each form gives its own."""
+    g = torch.Generator().manual_seed(3)
+    x, w = torch.randn(8, 64, generator=g).to(BF16), torch.randn(64, generator=g).to(BF16)
+    xhat = x.float() / (x.float().square().mean(-1, keepdim=True) + EPS).sqrt()
+    early, late = (xhat.to(BF16) * w).float(), (xhat * w.float()).to(BF16).float()
+    assert (early != late).any()
+    with recording("sm_90"):
+        got = [ops.rms_norm(x, w, eps=EPS, round_early=r).float() for r in (True, False)]
+    # rstd may differ from torch's in its last bit, which moves few roundings.
+    for value, same, other in ((got[0], early, late), (got[1], late, early)):
+        assert (value == same).float().mean() > 0.99
+        assert (value != other).float().mean() > 0.05
+
+
+# ---- linear ----------------------------------------------------------------------------------------------------------------
+
+
+@runs([linear_case(1, 264, 40), linear_case(37, 72, 96, "bias residual")], [linear_case(150, 136, 264, "residual"), linear_case(300, 73, 131)])
+def test_linear(case, dtype, target):
+    check(case, dtype, target)
+
+
+@runs(
+    [linear_case(3, 264, 40, "norm_weight"), linear_case(37, 72, 96, "bias residual norm_weight")],
+    [linear_case(150, 136, 264, "residual norm_weight"), linear_case(300, 73, 131, "bias norm_weight")],
+)
+def test_linear_with_row_statistics(case, dtype, target):
+    check(case, dtype, target, gradients=False)
+
+
+def test_linear_in_column_halves():
+    """The widest tile is finished in two halves, each with a partial sum of its own."""
+    (launch,) = check(linear_case(1100, 72, 392, "bias residual norm_weight"), BF16, "sm_90", gradients=False)
+    assert (launch.arguments["BN"], launch.arguments["SPLIT"], launch.arguments["TMA"]) == (256, 2, True)
+
+
+def test_operands_that_descriptors_cannot_hold_take_pointers():
+    for inner, outer, tma in ((72, 96, True), (73, 96, False), (72, 97, False)):
+        (launch,) = check(linear_case(150, inner, outer), BF16, "sm_90", gradients=False)
+        assert launch.arguments["TMA"] is tma
+
+
+# ---- the row scale of a norm that was never launched -----------------------------------------------------------------------
+
+
+def _norm_then(consumer: str, a: Args, h: Tensor, gamma: Tensor) -> dict[str, Tensor]:
+    y = op_cases.FORMULAS["rms_norm"]({"x": h, "weight": gamma, "eps": EPS, "weight_offset": 0.0})["y"]
+    return op_cases.FORMULAS[consumer]({**a, "x": y.view(a["x"].shape), "sumsq": None})
+
+
+@pytest.mark.parametrize(("dtype", "target"), [(torch.float32, "sm_90"), (BF16, "sm_90"), (BF16, "sm_80")])
+@pytest.mark.parametrize("consumer", ["qkv_rope", "gated_mlp"])
+def test_row_statistics_equal_a_norm(consumer, dtype, target):
+    """linear's (scaled, sumsq) into the next GEMM's row scale = norm, then the GEMM."""
+    producer = linear_case(75, 40, 264, "residual norm_weight").arguments(dtype)
+    case = qkv_case(1, 75, 264, 16, 1, 2, bias=True) if consumer == "qkv_rope" else mlp_case(75, 264, 72, bias=True, save=False)
+    a = case.arguments(dtype, seed=1)
+
+    def fused() -> dict[str, Tensor]:
+        _, scaled, sumsq = op_cases.call("linear", producer).values()
+        shape = a["x"].shape[:-1]
+        return op_cases.call(consumer, {**a, "x": scaled.view(*shape, -1), "sumsq": sumsq.view(*shape, -1)})
+
+    with recording(target) as launches:
+        got = fused()
+    assert len(launches) == 2
+    h = op_cases.FORMULAS["linear"](to(producer, torch.float64))["out"]
+    want = _norm_then(consumer, to(a, torch.float64), h, producer["norm_weight"].double())
+    y, _ = OPS["rms_norm"].reference(op_cases.call("linear", {**producer, "norm_weight": None})["out"], producer["norm_weight"], EPS, 0.0, True, False)
+    plain = op_cases.call(consumer, {**a, "x": y.view(a["x"].shape)})
+    assert_accurate(got, {n: want[n] for n in got}, plain, dtype)
+
+
+# ---- QKV and rotary embedding ----------------------------------------------------------------------------------------------
+
+QKV_SMALL = [
+    qkv_case(2, 19, 40, 16, 3, 1, bias=True, tables="each"),
+    qkv_case(1, 37, 72, 24, 1, 3, tables="view"),
+]
+QKV_WIDE = [
+    qkv_case(2, 70, 72, 64, 1, 7, tables="one"),
+    qkv_case(2, 70, 73, 64, 1, 1, bias=True, tables="one"),
+    qkv_case(1, 150, 40, 96, 1, 3, bias=True),
+    qkv_case(3, 50, 72, 128, 1, 1, tables="view"),
+    qkv_case(1, 19, 40, 256, 1, 3, tables="view"),
+]
+
+
+@runs(QKV_SMALL, QKV_WIDE)
+def test_qkv_rope(case, dtype, target):
+    check(case, dtype, target)
+
+
+@pytest.mark.parametrize(("case", "tma"), [*zip(QKV_WIDE, (True, False, False, True, False))], ids=lambda v: getattr(v, "id", None))
+def test_qkv_rope_by_descriptors(case, tma):
+    """Rows of 16 byte multiples and heads that fill a tile's columns; else pointers."""
+    (launch,) = check(case, BF16, "sm_90", gradients=False)
+    assert launch.arguments["TMA"] is tma
+
+
+@runs([qkv_case(2, 19, 72, 32, 1, 2, tables="each", normed=True)], [qkv_case(2, 70, 72, 64, 1, 1, bias=True, normed=True)])
+def test_qkv_rope_with_a_row_scale(case, dtype, target):
+    check(case, dtype, target, gradients=False)
+
+
+def test_rotation_is_that_of_transformers():
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb  # imported here: it takes seconds
+
+    a = qkv_case(2, 9, 40, 24, 2, 3, tables="each").arguments(torch.float32)
+    plain = op_cases.call("qkv_rope", {**a, "cos": torch.ones_like(a["cos"]), "sin": torch.zeros_like(a["sin"])})
+    cos, sin = (torch.cat((a[n], a[n]), -1) for n in ("cos", "sin"))
+    want = apply_rotary_pos_emb(plain["q"].transpose(1, 2), plain["k"].transpose(1, 2), cos, sin)
+    got = op_cases.call("qkv_rope", a)
+    for name, value in zip("qk", want):
+        torch.testing.assert_close(got[name].transpose(1, 2), value)
+
+
+@pytest.mark.parametrize("target", PATHS)
+def test_one_table_of_several_batch_items_beside_one_for_all(target):
+    """cos for all batch items, sin of each: axes bind one by one, so both must be read by their own."""
+    a = qkv_case(3, 5, 40, 16, 1, 2, tables="each").arguments(torch.float32)
+    for one in ("cos", "sin"):
+        mixed = {**a, one: a[one][1:2].contiguous()}
+        check(Case("qkv_rope", "mixed", lambda *_, mixed=mixed: mixed), torch.float32, target)
+
+
+# ---- gated MLP -------------------------------------------------------------------------------------------------------------
+
+
+@runs(
+    [mlp_case(37, 72, 40, "silu", bias=True), mlp_case(19, 72, 40, "gelu"), mlp_case(5, 136, 72, "gelu_tanh")],
+    [mlp_case(150, 136, 200, "silu"), mlp_case(100, 73, 131, "gelu_tanh", bias=True)],
+)
+def test_gated_mlp(case, dtype, target):
+    check(case, dtype, target)
+
+
+@runs(
+    [mlp_case(37, 72, 40, bias=True, normed=True, save=False)],
+    [mlp_case(150, 136, 200, "gelu", normed=True, save=False)],
+)
+def test_gated_mlp_with_a_row_scale(case, dtype, target):
+    check(case, dtype, target, gradients=False)
+
+
+def _placed(a: Args, layout: str) -> Args:
+    """gate and up in one buffer, in either order, or as one and the same tensor, or with row strides of their own."""
+    ffn, hidden = a["gate_weight"].shape
+    buffer = torch.zeros(2 * ffn + 8, hidden + 8, dtype=a["x"].dtype)
+    if layout == "same":
+        return {**a, "up_weight": a["gate_weight"]}
+    low, high = buffer[:ffn, :hidden], buffer[ffn + 8 :, :hidden]
+    if layout == "interleaved":
+        low, high = buffer[0 : 2 * ffn : 2, :hidden], buffer[1 : 2 * ffn : 2, :hidden]
+    if layout == "strides":
+        high = torch.zeros(ffn, hidden + 16, dtype=a["x"].dtype)[:, :hidden]
+    gate, up = (high, low) if layout == "up first" else (low, high)
+    return {**a, "gate_weight": gate.copy_(a["gate_weight"]), "up_weight": up.copy_(a["up_weight"])}
+
+
+@pytest.mark.parametrize(
+    ("layout", "stacked"), [("gate first", 1), ("up first", 2), ("interleaved", 1), ("same", 0), ("strides", 0)]
+)
+def test_gate_and_up_by_one_descriptor(layout, stacked):
+    """Two allocations are one box of a descriptor whose stride is their distance, whichever lies lower in memory."""
+    case = mlp_case(100, 72, 96, bias=True, save=False)
+    (launch,) = check(case, BF16, "sm_90", gradients=False, args=_placed(case.arguments(BF16), layout))
+    assert (launch.arguments["TMA"], launch.arguments["STACKED"]) == (True, stacked)
+
+
+def test_one_row_of_gate_and_up():
+    """A descriptor refuses odd row strides, even where there is one row."""
+    case = mlp_case(100, 64, 1, save=False)
+    a = case.arguments(BF16)
+    for name in ("gate_weight", "up_weight"):
+        a[name] = torch.cat((a[name], torch.zeros(1, 9, dtype=BF16)), 1)[:, :64]
+    check(case, BF16, "sm_90", gradients=False, args=a)
+
+
+# ---- every shipped config --------------------------------------------------------------------------------------------------
+
+
+def shipped(itemsize: int) -> list[tuple[str, str, _gemm.Config]]:
+    """(target, kind, config), each config once per kind, with the pointer forms that descriptor configs fall back to."""
+    found = {}
+    for name, target in TARGETS.items():
+        for kind, rows in _gemm.tables(itemsize, target).items():
+            for _, config in rows:
+                forms = [config] + [_gemm.usable(config, torch.empty(0))] * config.tma
+                for form in forms:
+                    found.setdefault((kind, form), name)
+    return [(name, kind, config) for (kind, config), name in found.items()]
+
+
+OF_KIND = {
+    "nt": [linear_case(150, 136, 264, "bias residual norm_weight"), qkv_case(2, 75, 72, 64, 1, 3, bias=True, normed=True)],
+    "pair": [mlp_case(150, 136, 168, normed=True)],
+    "nn": [linear_case(150, 136, 264)],
+    "tn": [linear_case(150, 136, 264)],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_shipped_config(dtype, subtests):
+    for name, kind, config in shipped(dtype.itemsize):
+        for case in OF_KIND[kind]:
+            with subtests.test(op=case.op, kind=kind, config=config), only_config(config):
+                launches = check(case, dtype, name if config.tma else "sm_80", gradients=kind in ("nn", "tn"))
+                index = {"nt": 0, "pair": 0, "nn": 1, "tn": 2}[kind]
+                assert launches[index].arguments["BM"] == config.block_m
+                assert launches[index].arguments["TMA"] == config.tma
+
+
+# ---- registration ----------------------------------------------------------------------------------------------------------
+
+
+@cases(*SMALL, *FORWARD_ONLY)
+def test_opcheck(case):
+    args = case.arguments(torch.float32)
+    if case in SMALL:
+        for name in op_cases.differentiable(case.op, args):
+            args[name].requires_grad_()
+    torch.library.opcheck(getattr(torch.ops.fusedblock, case.op).default, tuple(args.values()))
+
+
+@cases(*SMALL)
+def test_opcheck_of_the_backward_op(case):
+    backward = OPS[case.op].backward
+    args = backward_arguments(case.op, case.arguments(BF16))
+    torch.library.opcheck(getattr(torch.ops.fusedblock, backward.spec.name).default, tuple(args.values()))
+
+
+def test_every_op_is_checked():
+    """A new op must get a case."""
+    named = {c.op for c in (*SMALL, *FORWARD_ONLY)}
+    assert {*OPS} == named | {OPS[n].backward.spec.name for n in named}
+    assert {*OPS} <= {*COSTS}
+
+
+def public(op: str):
+    """A call of the public function with every tensor as an argument."""
+    if op == "rms_norm":
+        return lambda x, w: ops.rms_norm(x, w, eps=EPS), [(2, 3, 24), (24,)]
+    if op == "linear":
+        return lambda x, w, b, r: ops.linear(x, w, b, residual=r), [(2, 3, 24), (40, 24), (40,), (2, 3, 40)]
+    if op == "gated_mlp":
+        return lambda x, g, u, a, b: ops.gated_mlp(x, g, u, activation="gelu", gate_bias=a, up_bias=b), [(2, 3, 24), (40, 24), (40, 24), (40,), (40,)]
+    if op == "qkv_rope":
+        cos, sin = (t[..., :8] for t in op_cases.rotary_tables(1, 3, 16, torch.float32))
+        return lambda x, q, k, v: ops.qkv_rope(x, q, k, v, cos, sin, head_dim=16), [(2, 3, 24), (32, 24), (16, 24), (16, 24)]
+    return lambda q, k, v: ops.attention(q, k, v, causal=True), [(2, 3, 2, 16), (2, 5, 1, 16), (2, 5, 1, 16)]
+
+
+PUBLIC = ("rms_norm", "linear", "qkv_rope", "gated_mlp", "attention")
+
+
+def run_public(call, shapes) -> list[Tensor]:
+    g = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(s, generator=g).requires_grad_() for s in shapes]
+    out = call(*leaves)
+    out = out if isinstance(out, tuple) else (out,)
+    return [*out, *torch.autograd.grad(out, leaves, [op_cases.result_gradient("", t) for t in out])]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("op", PUBLIC)
+def test_compile_without_graph_breaks(op, backend):
+    call, shapes = public(op)
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend=backend)
+    for got, want in zip(run_public(compiled, shapes), run_public(call, shapes), strict=True):
+        torch.testing.assert_close(got, want)
+    with torch.no_grad():
+        inputs = [torch.randn(s, generator=torch.Generator().manual_seed(1)) for s in shapes]
+        torch.testing.assert_close(compiled(*inputs), call(*inputs))
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "linear", "gated_mlp"])
+@pytest.mark.parametrize("lead", [(), (1,), (4, 2, 3)])
+def test_leading_axes(op, lead):
+    """`... hidden` is any number of leading axes, none too: the same rows come out."""
+    call, shapes = public(op)
+    g = torch.Generator().manual_seed(0)
+    rows = [torch.randn(s if len(s) < 3 else (24, s[-1]), generator=g) for s in shapes]
+    want = call(*rows)
+    n = int(torch.tensor(lead).prod()) if lead else 1
+    shaped = [r if len(s) < 3 else r[:n].reshape(*lead, -1) for r, s in zip(rows, shapes)]
+    got = call(*shaped)
+    assert got.shape == (*lead, want.shape[-1])
+    torch.testing.assert_close(got.reshape(n, -1), want[:n])
+
+
+# ---- FLOPs -----------------------------------------------------------------------------------------------------------------
+
+
+def flops(call) -> int:
+    with FlopCounterMode(display=False) as counter:
+        call()
+    return counter.get_total_flops()
+
+
+def test_flops_are_those_of_the_plain_products():
+    """torch counts two per multiply-add of a GEMM; the fused ops add what their epilogues do."""
+    g = torch.Generator().manual_seed(0)
+    x, w, u = (torch.randn(*s, generator=g).requires_grad_() for s in ((6, 24), (40, 24), (40, 24)))
+    one = flops(lambda: torch.nn.functional.linear(x, w))
+    assert one == 2 * 6 * 24 * 40
+    assert flops(lambda: ops.linear(x, w)) == one
+    assert flops(lambda: ops.linear(x, w).sum().backward()) == flops(lambda: torch.nn.functional.linear(x, w).sum().backward()) == 3 * one
+    pointwise = flops(lambda: ops.gated_mlp(x, w, u)) - 2 * one
+    assert pointwise == 5 * 6 * 40  # activation and product
+    # Two products forward, two for x, one for each weight; 12 per element of the activation's backward.
+    assert flops(lambda: ops.gated_mlp(x, w, u).sum().backward()) == 6 * one + pointwise + 12 * 6 * 40
+    cos, sin = (t[..., :8] for t in op_cases.rotary_tables(1, 3, 16, torch.float32))
+    q, kv = torch.randn(32, 24), torch.randn(16, 24)
+    with torch.no_grad():
+        assert flops(lambda: ops.qkv_rope(x.view(2, 3, 24), q, kv, kv, cos, sin, head_dim=16)) == 2 * 6 * 24 * 64 + 3 * 6 * 48
+
+
+def test_flops_of_meta_tensors_without_running():
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        ops.linear(torch.empty(4096, 4096, device="meta"), torch.empty(14336, 4096, device="meta"))
+    assert counter.get_total_flops() == 2 * 4096 * 4096 * 14336
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", HALVES)
+@cases(*QKV_SMALL, *QKV_WIDE, linear_case(37, 72, 96, "bias residual"), linear_case(300, 73, 131), mlp_case(37, 72, 96, "gelu", bias=True))
+def test_gradients_in_half_precision_on_both_paths(case, dtype):
+    for target in PATHS:
+        check(case, dtype, target)
