@@ -169,10 +169,10 @@ BACKWARD_SPEC = Spec(
 def backward_reference(
     grad_out: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_weight: bool, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    none = x.new_empty(0)
-    dx = einsum(grad_out, weight, "tokens out, out hidden -> tokens hidden") if need_x else none
-    dw = einsum(grad_out, x, "tokens out, tokens hidden -> out hidden") if need_weight else none
-    return dx, dw, reduce(grad_out, "tokens out -> out", "sum") if need_bias else none
+    # Absent results are apart from one another: an operator's results must not alias.
+    dx = einsum(grad_out, weight, "tokens out, out hidden -> tokens hidden") if need_x else x.new_empty(0)
+    dw = einsum(grad_out, x, "tokens out, tokens hidden -> out hidden") if need_weight else x.new_empty(0)
+    return dx, dw, reduce(grad_out, "tokens out -> out", "sum") if need_bias else x.new_empty(0)
 
 
 def backward_launch(
