@@ -99,6 +99,8 @@ def _autograd(op: Op, names: list[str], results: list[str], backward: Any) -> No
             if known[name] is not None:
                 raise ValueError(f"{op.spec.name}: {name} is given, but gradients are wanted and there is no backward for it")
         ctx.mark_non_differentiable(*(known[r] for r in results if r not in differentiable))
+        ctx.set_materialize_grads(False)  # else autograd fills a zero gradient for every result that has none
+        ctx.like = [(known[r].shape, known[r].dtype, known[r].device) for r in differentiable]
         kept = {n: known[n] for n in takes if n in known}
         ctx.tensors = [n for n, v in kept.items() if isinstance(v, Tensor)]
         ctx.others = {n: v for n, v in kept.items() if not isinstance(v, Tensor)}
@@ -106,8 +108,12 @@ def _autograd(op: Op, names: list[str], results: list[str], backward: Any) -> No
 
     def run_backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         need = dict(zip(names, ctx.needs_input_grad))
+        given = dict(zip(results, grads))
+        for r, (shape, dtype, device) in zip(differentiable, ctx.like):
+            if given[r] is None:
+                given[r] = torch.zeros(shape, dtype=dtype, device=device)
         known = {**dict(zip(ctx.tensors, ctx.saved_tensors)), **ctx.others}
-        known.update({f"grad_{r}": g for r, g in zip(results, grads)})
+        known.update({f"grad_{r}": g for r, g in given.items()})
         known.update({f"need_{n}": wanted for n, wanted in need.items()})
         made: dict[str, Any] = {}
         if any(need[g.removeprefix("grad_")] for g in gives):
