@@ -17,7 +17,10 @@ _WORDS = {"1": True, "true": True, "yes": True, "on": True, "": False, "0": Fals
 
 @dataclass(frozen=True)
 class Options:
-    """debug: extra checks that may synchronise the device. deterministic: the same bits from run to run."""
+    """What an operator with such a choice reads; one without it ignores them.
+
+    debug: extra checks that may synchronise the device. deterministic: the same bits from run to run, where it costs time.
+    """
 
     debug: bool = False
     deterministic: bool = False

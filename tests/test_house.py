@@ -210,6 +210,17 @@ def test_import_needs_only_the_dependencies() -> None:
     assert run_python(code % OPTIONAL) == "[]"
 
 
+def test_swap_works_without_triton() -> None:
+    code = BLOCK.format(names={"triton"}) + """
+import runpy
+sys.argv = ["swap_and_generate.py"]
+runpy.run_path("examples/swap_and_generate.py", run_name="__main__")
+assert "triton" not in sys.modules
+"""
+    output = run_python(code)
+    assert "same 16 greedy tokens: True" in output and " 0 fallback" in output
+
+
 def test_import_leaves_heavy_libraries_alone() -> None:
     heavy = {"transformers", "matplotlib", "rich", "typer", "accelerate"}
     code = "import torch, sys; before = set(sys.modules); import fusedblock; new = set(sys.modules) - before; "
