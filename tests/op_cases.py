@@ -22,6 +22,7 @@ from fusedblock.kernels._target import TARGETS, Target
 from fusedblock.ops import OPS
 
 Args = dict[str, Any]
+Results = Mapping[str, Tensor]
 Make = Callable[[torch.dtype, torch.Generator], Args]
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float32, *HALVES)
@@ -49,7 +50,8 @@ def rotary_tables(batch: int, seq: int, head_dim: int, dtype: torch.dtype) -> tu
     """cos and sin `batch seq head_dim`, two equal halves as HF makes them; every batch item has positions of its own."""
     inverse = 10000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     positions = torch.arange(seq, dtype=torch.float64)[None, :] + 3 * torch.arange(batch, dtype=torch.float64)[:, None]
-    angles = repeat(einsum(positions, inverse, "batch seq, half -> batch seq half"), "batch seq half -> batch seq (two half)", two=2)
+    angles = einsum(positions, inverse, "batch seq, half -> batch seq half")
+    angles = repeat(angles, "batch seq half -> batch seq (two half)", two=2)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
@@ -73,7 +75,8 @@ def linear_case(tokens: int, inner: int, outer: int, given: str = "") -> Case:
         return {
             "x": randn(tokens, inner, dtype=dtype, generator=g),
             "weight": randn(outer, inner, dtype=dtype, generator=g, scale=max(inner, 1) ** -0.5),
-            "bias": optional("bias", outer), "residual": optional("residual", tokens, outer), "norm_weight": optional("norm_weight", outer),
+            "bias": optional("bias", outer), "residual": optional("residual", tokens, outer),
+            "norm_weight": optional("norm_weight", outer),
         }  # fmt: skip
 
     return Case("linear", f"linear-{tokens}x{inner}x{outer}-{given.replace(' ', '+') or 'plain'}", make)
@@ -85,7 +88,8 @@ def qkv_case(batch: int, seq: int, hidden: int, head_dim: int, kv_heads: int, gr
 
     def make(dtype: torch.dtype, g: torch.Generator) -> Args:
         widths = {"q": kv_heads * group * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
-        cos, sin = rotary_tables(batch if tables == "each" else 1, seq, head_dim, torch.float64 if dtype is torch.float64 else torch.float32)
+        accurate = torch.float64 if dtype is torch.float64 else torch.float32
+        cos, sin = rotary_tables(batch if tables == "each" else 1, seq, head_dim, accurate)
         cos, sin = cos[..., : head_dim // 2], sin[..., : head_dim // 2]
         if tables != "view":
             cos, sin = cos.contiguous(), sin.contiguous()
@@ -97,8 +101,8 @@ def qkv_case(batch: int, seq: int, hidden: int, head_dim: int, kv_heads: int, gr
             "cos": cos, "sin": sin, "sumsq": sums_of_squares(x, g) if normed else None, "head_dim": head_dim, "eps": EPS,
         }  # fmt: skip
 
-    name = f"qkv_rope-{batch}x{seq}x{hidden}-d{head_dim}-{kv_heads * group}:{kv_heads}-{tables}" + "-bias" * bias + "-normed" * normed
-    return Case("qkv_rope", name, make)
+    name = f"qkv_rope-{batch}x{seq}x{hidden}-d{head_dim}-{kv_heads * group}:{kv_heads}-{tables}"
+    return Case("qkv_rope", name + "-bias" * bias + "-normed" * normed, make)
 
 
 def mlp_case(tokens: int, hidden: int, ffn: int, activation: str = "silu", *, bias: bool = False, normed: bool = False,
@@ -123,7 +127,8 @@ def attention_case(batch: int, seq: int, context: int, kv_heads: int, group: int
             "mask": None, "causal": causal, "scale": head_dim**-0.5,
         }  # fmt: skip
 
-    return Case("attention", f"attention-{batch}x{seq}:{context}-d{head_dim}-{kv_heads * group}:{kv_heads}" + "-causal" * causal, make)
+    name = f"attention-{batch}x{seq}:{context}-d{head_dim}-{kv_heads * group}:{kv_heads}"
+    return Case("attention", name + "-causal" * causal, make)
 
 
 def sums_of_squares(x: Tensor, g: torch.Generator) -> Tensor:
@@ -300,7 +305,7 @@ def error(got: Tensor, want: Tensor) -> float:
     return float(difference / torch.linalg.vector_norm(want)) if difference else 0.0
 
 
-def assert_accurate(got: Mapping[str, Tensor], want: Mapping[str, Tensor], plain: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+def assert_accurate(got: Results, want: Results, plain: Results, dtype: torch.dtype) -> None:
     """fp32 within 1e-5 of float64; fp16 and bf16 at most 1.5 times as far from it as plain torch in the same dtype."""
     got, plain = comparable(got), comparable(plain)
     assert [*got] == [*want]

@@ -1,0 +1,119 @@
+"""One cost model: the bytes and launches an op's spec states are those the interpreter counts while its kernels run."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from op_cases import (
+    FEW_SMS,
+    FORWARD_ONLY,
+    PATHS,
+    SMALL,
+    backward_arguments,
+    differentiable,
+    linear_case,
+    mlp_case,
+    norm_case,
+    qkv_case,
+    to,
+)
+
+from fusedblock.interpret import count_traffic
+from fusedblock.kernels._spec import Cost
+from fusedblock.kernels._target import override
+from fusedblock.ops import COSTS, OPS
+
+BF16 = torch.bfloat16
+RAGGED = (
+    norm_case(37, 131, save_rstd=False),
+    linear_case(150, 73, 264, "bias residual norm_weight"),
+    linear_case(150, 136, 264, "residual norm_weight"),
+    qkv_case(2, 75, 72, 64, 1, 3, bias=True, tables="one"),
+    qkv_case(1, 75, 40, 24, 1, 1, tables="view"),
+    mlp_case(150, 136, 264, bias=True),
+)
+
+
+def counted(op: str, args: dict, target: str) -> list[tuple[int, int]]:
+    with count_traffic(FEW_SMS[target]) as traffic:
+        OPS[op].launch(**args)
+    assert traffic.total("write_races") == traffic.total("read_write_races") == 0
+    return [(launch.read_bytes, launch.written_bytes) for launch in traffic.launches]
+
+
+def stated(op: str, args: dict, target: str) -> tuple[Cost, ...]:
+    with override(FEW_SMS[target]):
+        return COSTS[op](*args.values())
+
+
+def bytes_of(costs: tuple[Cost, ...]) -> list[tuple[int, int]]:
+    return [(c.read_bytes, c.written_bytes) for c in costs]
+
+
+@pytest.mark.parametrize("target", PATHS)
+@pytest.mark.parametrize("case", [*SMALL, *FORWARD_ONLY, *RAGGED], ids=lambda c: c.id)
+def test_bytes_of_the_forward(case, target):
+    args = case.arguments(BF16)
+    assert counted(case.op, args, target) == bytes_of(stated(case.op, args, target))
+
+
+@pytest.mark.parametrize("target", PATHS)
+@pytest.mark.parametrize("case", [*SMALL, *RAGGED[2:3]], ids=lambda c: c.id)
+def test_bytes_of_the_backward(case, target):
+    args = backward_arguments(case.op, case.arguments(BF16))
+    backward = OPS[case.op].backward.spec.name
+    assert counted(backward, args, target) == bytes_of(stated(backward, args, target))
+
+
+@pytest.mark.parametrize("case", [SMALL[0], SMALL[2], SMALL[4], SMALL[6]], ids=lambda c: c.id)
+def test_a_gradient_that_is_not_wanted_costs_nothing(case):
+    """Every one, and every pair, left out: its launch is gone and its bytes with it."""
+    forward = case.arguments(BF16)
+    backward = OPS[case.op].backward.spec.name
+    names = [n for n in differentiable(case.op, forward) if n not in OPS[case.op].passthrough]
+    full = len(stated(backward, backward_arguments(case.op, forward), "sm_80"))
+    for left_out in itertools.chain(itertools.combinations(names, 1), itertools.combinations(names, 2)):
+        args = backward_arguments(case.op, forward, {n: n in names and n not in left_out for n in forward})
+        costs = stated(backward, args, "sm_80")
+        assert counted(backward, args, "sm_80") == bytes_of(costs)
+        # RMSNorm's two gradients share a launch; the weight's has one more.
+        fewer = "weight" in left_out if case.op == "rms_norm" else len(left_out)
+        assert len(costs) == (full - fewer if {*left_out} != {*names} or case.op != "rms_norm" else 0)
+
+
+def test_broadcast_inputs_are_read_once():
+    """An expanded residual lies in memory once."""
+    args = linear_case(37, 72, 96, "residual").arguments(BF16)
+    dense = stated("linear", args, "sm_80")
+    args["residual"] = args["residual"][:1].expand(37, 96)
+    (cost,) = stated("linear", args, "sm_80")
+    assert counted("linear", args, "sm_80") == [(cost.read_bytes, cost.written_bytes)]
+    assert dense[0].read_bytes - cost.read_bytes == 36 * 96 * 2
+
+
+@pytest.mark.parametrize("case", [*SMALL, *FORWARD_ONLY], ids=lambda c: c.id)
+def test_costs_need_shapes_only(case):
+    """Fake and meta tensors give what real ones give."""
+    from torch._subclasses import FakeTensorMode
+
+    args = case.arguments(BF16)
+    real = COSTS[case.op](*args.values())
+    assert real
+    assert all(c.flops > 0 and c.executed_flops >= c.flops for c in real)
+    assert COSTS[case.op](*to(args, device="meta").values()) == real
+    mode = FakeTensorMode()
+    with mode:
+        fake = {n: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for n, v in args.items()}
+        assert COSTS[case.op](*fake.values()) == real
+
+
+def test_bytes_by_hand():
+    """Every tensor once: 150 rows of 136 by 264 rows of 136, plus residual, gamma and results."""
+    args = linear_case(150, 136, 264, "residual norm_weight").arguments(BF16)
+    (cost,) = stated("linear", args, "sm_90")
+    tiles = 3  # of 128 columns
+    assert cost.read_bytes == 2 * (150 * 136 + 264 * 136 + 150 * 264 + 264)
+    assert cost.written_bytes == 2 * (150 * 264 * 2) + 4 * 150 * tiles
+    assert cost.flops == 2 * 150 * 136 * 264
