@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.util import find_spec
 
@@ -16,6 +17,8 @@ def main() -> None:
             file=sys.stderr,
         )
         raise SystemExit(2)
+    # Before numpy loads: the kernels' interpreter makes many small numpy calls, and BLAS threads only get into each other's way.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from .app import app
 
     app(prog_name="fusedblock")

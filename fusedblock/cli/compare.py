@@ -1,9 +1,13 @@
 """A fused model against the same model in plain Hugging Face code: what `demo` and `verify` check, and by which rule.
 
-The rule: in fp32 the relative error against a float64 computation is below 1e-5; in bf16 and fp16 it is at most 1.5 times
-the error that the plain model makes in the same dtype. Of outputs and logits the worst token counts. Greedy tokens are
-equal; in bf16 and fp16 two logits can lie closer than the plain model's own rounding, and a token chosen differently there
-is no difference.
+The rule for a layer: in fp32 every relative error against float64 is below 1e-5; in bf16 and fp16 their root mean square is
+at most 1.5 times that of the plain layer in the same dtype. An error is that of one token, or of one weight's gradient. The
+largest of them is no measure in half precision, nor, in any, of a whole model, which amplifies rounding by its depth: tokens
+and channels of a language model differ a thousandfold in size, and where one number decides an error, chance decides a ratio.
+So a whole model's root mean square is held to 1.5 times plain's, or, in fp32, to 1e-5 if that is more.
+
+Greedy tokens are equal; in half precision two logits can lie closer than the plain model's own rounding, and a token chosen
+differently there is no difference.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from fusedblock.kernels._target import Target
 from .checkpoints import quiet_transformers
 
 FP32_LIMIT = 1e-5
-HALF_FACTOR = 1.5
+PLAIN_FACTOR = 1.5
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 PROMPTS = ("The capital of France is", "def fibonacci(n):", "Water boils at")
 
@@ -47,34 +51,31 @@ class Prompt:
     text: str | None
 
 
-def relative_error(value: Tensor, reference: Tensor) -> float:
-    """|value - reference| / |reference| in Frobenius norms, in float64; infinite where value is not finite."""
+def relative_error(value: Tensor, reference: Tensor) -> Tensor:
+    """|value - reference| / |reference| in Frobenius norms, in float64, `1`; infinite where value is not finite."""
+    return token_errors(value.flatten(), reference.flatten())
+
+
+def token_errors(value: Tensor, reference: Tensor) -> Tensor:
+    """The relative error of each token, `tokens`, in float64; value, reference `... features`."""
     value, reference = value.detach().cpu().double(), reference.detach().cpu().double()
-    return _finite((value - reference).norm() / reference.norm().clamp_min(1e-300))
+    errors = (value - reference).norm(dim=-1) / reference.norm(dim=-1).clamp_min(1e-300)
+    return errors.nan_to_num(nan=float("inf")).reshape(-1)
 
 
-def worst_token_error(value: Tensor, reference: Tensor) -> float:
-    """The largest relative error of any token; value, reference `... features`. Some tokens of a language model have norms
-    a thousand times those of others and would hide them in one norm over all."""
-    value, reference = value.detach().cpu().double(), reference.detach().cpu().double()
-    return _finite(((value - reference).norm(dim=-1) / reference.norm(dim=-1).clamp_min(1e-300)).max())
+def error_check(name: str, dtype: torch.dtype, fused: Tensor, plain: Tensor, *, whole_model: bool = False) -> Check:
+    """The rule of this module for the relative errors, `n` each, of the fused and of the plain computation in dtype."""
+    if dtype is torch.float32 and not whole_model:
+        found = float(fused.max())
+        return Check(name, f"error {found:.1e}", f"< {FP32_LIMIT:.0e}", found < FP32_LIMIT)
+    found, limit = _rms(fused), PLAIN_FACTOR * _rms(plain)
+    if dtype is torch.float32 and limit < FP32_LIMIT:
+        return Check(name, f"error {found:.1e}", f"< {FP32_LIMIT:.0e}", found < FP32_LIMIT)
+    return Check(name, f"error {found:.2e}", f"<= {limit:.2e} ({PLAIN_FACTOR} x plain)", found <= limit)
 
 
-def _finite(error: Tensor) -> float:
-    return float(error) if error.isfinite() else float("inf")
-
-
-def error_check(name: str, fused: Tensor, plain: Tensor, reference: Tensor, *, tokens: bool = True) -> Check:
-    """The rule of this module for one result: of each token (`... features`), or of the whole if tokens is False.
-
-    fused and plain have the dtype in question, reference one of higher precision.
-    """
-    error_of = worst_token_error if tokens else relative_error
-    error = error_of(fused, reference)
-    if fused.dtype is torch.float32:
-        return Check(name, f"error {error:.1e}", f"< {FP32_LIMIT:.0e}", error < FP32_LIMIT)
-    limit = HALF_FACTOR * error_of(plain, reference)
-    return Check(name, f"error {error:.2e}", f"<= {limit:.2e} ({HALF_FACTOR} x plain)", error <= limit)
+def _rms(errors: Tensor) -> float:
+    return float(errors.square().mean().sqrt())
 
 
 def reference_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -130,9 +131,9 @@ def greedy(model: Any, prompt: Prompt, tokens: int) -> Tensor:
 
 
 @torch.no_grad()
-def logits(model: Any, prompt: Prompt) -> Tensor:
-    """`seq vocab`, on the CPU."""
-    return model(prompt.ids.to(model.device), use_cache=False).logits[0].cpu()
+def logits(model: Any, ids: Tensor) -> Tensor:
+    """Logits of token ids `seq`: `seq vocab`, on the CPU."""
+    return model(ids[None].to(model.device), use_cache=False).logits[0].cpu()
 
 
 def greedy_check(name: str, fused: Tensor, plain: Tensor, plain_model: Any, reference: Any) -> Check:
@@ -151,8 +152,7 @@ def greedy_check(name: str, fused: Tensor, plain: Tensor, plain_model: Any, refe
         return Check(name, f"{len(fused)} tokens against {len(plain)}", wanted, False)
     a, b = int(plain[at]), int(fused[at])
     if plain_model.dtype is not torch.float32:
-        before = Prompt(plain[None, :at], None)
-        rounded, exact = (logits(model, before)[-1].double() for model in (plain_model, reference))
+        rounded, exact = (logits(model, plain[:at])[-1].double() for model in (plain_model, reference))
         gap, noise = float((exact[a] - exact[b]).abs()), 2 * float((rounded - exact).abs().max())
         if gap <= noise:
             found = f"equal up to token {at}, then a tie: logits {gap:.1e} apart, plain rounding {noise:.1e}"
@@ -187,7 +187,7 @@ class LayerCase:
 
     def run(self, dtype: torch.dtype, *, inputs: torch.dtype | None = None, fused: bool = False, backward: bool = False,
             device: torch.device | str = "cpu") -> dict[str, Tensor]:  # fmt: skip
-        """The layer's output and, after backward of a fixed gradient, the gradients of its input and weights, by name.
+        """"output" and, after backward of a fixed gradient, the gradients of "input" and of the weights by their names.
 
         dtype: the arithmetic's. inputs: the weights, input and tables are rounded to this dtype first, so that results in
         several dtypes differ by their arithmetic alone.
@@ -207,15 +207,15 @@ class LayerCase:
             generator = torch.Generator().manual_seed(1)
             upstream = torch.randn(out.shape, generator=generator).to(rounded).to(device, dtype)
             out.backward(upstream)
-            results["grad input"] = hidden.grad
-            results.update({f"grad {n}": w.grad for n, w in layer.named_parameters()})
+            results["input"] = hidden.grad
+            results.update({name: weight.grad for name, weight in layer.named_parameters()})
         return results
 
     def check(self, dtype: torch.dtype, *, backward: bool = False, device: torch.device | str = "cpu",
               target: Target | None = None) -> list[Check]:  # fmt: skip
         """The fused layer's kernels, on a GPU or in the interpreter, against the plain layer in float64.
 
-        Without `backward` one Check of the output; with it also one of the input's gradient and one of the worst weight's.
+        One Check of the output; with `backward` also one of the input's gradient and one of the weights' gradients.
         """
         reference = self.run(torch.float64, inputs=dtype, backward=backward)
         plain = self.run(dtype, backward=backward, device=device)
@@ -223,18 +223,18 @@ class LayerCase:
             fused = self.run(dtype, fused=True, backward=backward, device=device)
         where = "on the GPU" if torch.device(device).type == "cuda" else "in the interpreter"
         label = f"layer {self.index}, {name_of(dtype)} kernels {where}"
-        weights = [key for key in reference if key not in ("output", "grad input")]
-        checks = {
-            key: error_check(f"{label}: {key}", fused[key], plain[key], reference[key], tokens=key not in weights)
-            for key in reference
-        }
-        if not backward:
-            return [checks["output"]]
-        worst = max(weights, key=lambda key: (not checks[key].passed, relative_error(fused[key], reference[key])))
-        named = checks[worst]
-        gradients = Check(f"{label}: worst weight gradient", f"{named.found} ({worst.removeprefix('grad ')})", named.wanted,
-                          all(checks[key].passed for key in weights))  # fmt: skip
-        return [checks["output"], checks["grad input"], gradients]
+
+        def errors(results: dict[str, Tensor], *keys: str) -> Tensor:
+            compare = relative_error if len(keys) > 1 else token_errors
+            return torch.cat([compare(results[key], reference[key]) for key in keys])
+
+        checks: dict[str, tuple[str, ...]] = {"output": ("output",)}
+        if backward:
+            checks["input gradient"] = ("input",)
+            checks["weight gradients"] = tuple(key for key in reference if key not in ("output", "input"))
+        return [
+            error_check(f"{label}: {name}", dtype, errors(fused, *keys), errors(plain, *keys)) for name, keys in checks.items()
+        ]
 
 
 @contextlib.contextmanager

@@ -46,8 +46,8 @@ class Steps:
 
 
 def line_of(check: Check) -> str:
-    mark = "[green]ok  [/]" if check.passed else "[bold red]FAIL[/]"
-    return f"{mark}{escape(check.name)}: {escape(check.found)}, wanted {escape(check.wanted)}"
+    mark = "[green]ok[/]  " if check.passed else "[bold red]FAIL[/]"
+    return f"{mark} {escape(check.name)}: {escape(check.found)}, wanted {escape(check.wanted)}"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> Table:

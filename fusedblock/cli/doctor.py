@@ -23,7 +23,7 @@ from fusedblock.metering.device import describe, versions
 from fusedblock.options import current
 
 from . import checkpoints
-from .compare import Check, error_check, kernels_on, name_of
+from .compare import Check, error_check, kernels_on, name_of, relative_error
 from .console import table
 
 # Package -> versions it works with, [from, below).
@@ -187,7 +187,9 @@ def _check(title: str, function: Callable[..., Tensor], shapes: Shapes, dtype: t
     plain = _results(function, inputs, dtype, "cpu")
     with kernels_on(device):
         kernels = _results(function, inputs, dtype, device)
-    checks = [error_check(title, k, p, e, tokens=False) for k, p, e in zip(kernels, plain, exact)]
+    checks = [
+        error_check(title, dtype, relative_error(k, e), relative_error(p, e)) for k, p, e in zip(kernels, plain, exact)
+    ]
     names = ["output", "output in training", *(f"gradient of {name}" for name in shapes)]
     failed = [f"{name}: {check.found}, wanted {check.wanted}" for name, check in zip(names, checks) if not check.passed]
     if failed:
