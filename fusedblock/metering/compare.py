@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -72,6 +71,7 @@ def measure(
         raise ValueError(f"measure: model is a {type(model).__name__}, expected a torch.nn.Module or a transformers config")
     layers = decoder_layers(source)
     where = _device(layers[0], device)
+    dtype = next(layers[0].parameters()).dtype
 
     notes = ["bytes are compulsory: each launch reads its distinct inputs once and writes its results once"]
     if len(layers) > 1:
@@ -95,25 +95,27 @@ def measure(
                 except torch.OutOfMemoryError:
                     notes.append("no times: a layer with its inputs does not fit into the memory of the GPU")
                     ceilings, samples = None, []
+                torch.cuda.empty_cache()  # the graphs are gone; their memory is the model's again
         outside = _count_outside(source, work)
     timings: list[timing.Timing | None] = [None, None]
     if ceilings:
         timings = [_sum([(count, pair[side]) for count, pair in samples]) for side in (0, 1)]
         if any(t is not None and t.method != "graph" for t in timings):
             notes.append("times are of queued calls, which a CUDA graph did not replay: gaps between launches count")
+        if dtype not in (torch.bfloat16, torch.float16):
+            notes.append("the ceiling of matrix products is that of bf16")
     labels = (f"transformers, {baseline} attention", "fused")
     before, after = (
         Side(labels[i], (*_rows(rows[i], "layers"), *_rows(outside, "outside")), timings[i], floors[i] if ceilings else None)
         for i in (0, 1)
     )
-    dtype = str(next(layers[0].parameters()).dtype).removeprefix("torch.")
     return Report(
         subject,
         phase,
         batch,
         seq,
         work.context,
-        dtype,
+        str(dtype).removeprefix("torch."),
         len(layers),
         baseline,
         before,
@@ -182,8 +184,7 @@ def _trainable(module: nn.Module, work: Workload) -> None:
 
 def _time_layer(layer: nn.Module, work: Workload, baseline: str, device: torch.device) -> list[timing.Timing]:
     """Before and after, in turns, over as many sets of weights and inputs as it takes to leave the L2 cache."""
-    with torch.cuda.device(device), torch.random.fork_rng([device.index]), ExitStack() as stack:
-        stack.callback(torch.cuda.empty_cache)
+    with torch.cuda.device(device), torch.random.fork_rng([device.index]):
         calls: dict[str, list[LayerCall]] = {"before": [], "after": []}
         sets = 1
         while len(calls["before"]) < sets:

@@ -19,6 +19,8 @@ def draw(report: Report, path: str | os.PathLike[str]) -> None:
         raise ModuleNotFoundError(
             "plot needs matplotlib, which is not installed here: pip install matplotlib, or pip install 'fusedblock[demo]'"
         ) from error
+    from .report import bytes_text
+
     sides = {"before": report.before, "after": report.after}
     names: dict[str, None] = {}
     for side in sides.values():
@@ -35,11 +37,11 @@ def draw(report: Report, path: str | os.PathLike[str]) -> None:
             bars = axes.barh(
                 [i + shift for i in range(len(labels))], heights, 0.38, color=_COLORS[name], label=f"{name}: {side.label}"
             )
-            texts = [(f"{v:.3g}" if measure == "bytes" else str(v)) if v else "" for v in heights]
+            texts = [(bytes_text(v) if measure == "bytes" else str(v)) if v else "" for v in values]
             axes.bar_label(bars, texts, padding=2, fontsize=7)
         axes.set_xlabel(title)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.margins(x=0.12)
+        axes.margins(x=0.15)
     panels[0].set_yticks(range(len(labels)), labels, fontsize=8)
     panels[0].invert_yaxis()
     panels[1].legend(loc="lower right", fontsize=8, frameon=False)

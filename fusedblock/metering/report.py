@@ -190,9 +190,9 @@ def _text(report: Report) -> str:
     if b.timing and a.timing:
         rows += [
             ("time of the layers", _ms(b.timing), _ms(a.timing), _ratio(b.timing.median_ms, a.timing.median_ms)),
-            ("GB/s", f"{b.gbps:.0f}", f"{a.gbps:.0f}", ""),
-            ("TFLOP/s", f"{b.tflops:.1f}", f"{a.tflops:.1f}", ""),
-            ("share of the ceiling", f"{b.share or 0:.0%}", f"{a.share or 0:.0%}", ""),
+            ("GB/s", f"{b.gbps:.4g}", f"{a.gbps:.4g}", ""),
+            ("TFLOP/s", f"{b.tflops:.3g}", f"{a.tflops:.3g}", ""),
+            ("share of the ceiling", f"{b.share or 0:.1%}", f"{a.share or 0:.1%}", ""),
         ]
     parts.append(table("", ("", "before", "after", "before / after"), rows))
     where = report.device.get("name", "?")
