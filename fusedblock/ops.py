@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import register_flop_formula
 
 from fusedblock.kernels import attention as _attention
@@ -21,8 +22,16 @@ from fusedblock.kernels import gated_mlp as _gated_mlp
 from fusedblock.kernels import linear as _linear
 from fusedblock.kernels import norm as _norm
 from fusedblock.kernels import qkv_rope as _qkv_rope
+from fusedblock.kernels._attention import normalise_mask
 from fusedblock.kernels._launch import runs_kernels
+from fusedblock.kernels._replay import replayed
 from fusedblock.kernels._spec import Cost, Op, ShapeError
+from fusedblock.kernels._target import Target, override, target_of
+
+__all__ = [
+    "COSTS", "OPS", "ShapeError", "Target", "attention", "define", "define_composite", "direct", "dispatched", "empty", "gated_mlp",
+    "linear", "normalise_mask", "qkv_rope", "rms_norm", "target_of",
+]  # fmt: skip
 
 _LIBRARY = torch.library.Library("fusedblock", "DEF")
 OPS: dict[str, Op] = {}
@@ -126,6 +135,63 @@ def _autograd(op: Op, names: list[str], results: list[str], backward: Any) -> No
     torch.library.register_autograd(f"fusedblock::{op.spec.name}", run_backward, setup_context=setup_context, lib=_LIBRARY)
 
 
+def dispatched(name: str, *args: Any) -> tuple[Any, ...]:
+    """The results of a registered op through the dispatcher, where autograd sees it."""
+    out = getattr(torch.ops.fusedblock, name).default(*args)
+    return (out,) if isinstance(out, Tensor) else out
+
+
+def direct(name: str, *args: Any) -> tuple[Tensor, ...]:
+    """The results of an op without the dispatcher: kernels or reference, as run does."""
+    op = OPS[name]
+    return (op.launch if runs_kernels(args[0]) else op.reference)(*args)
+
+
+def _bound(op: Op, args: Sequence[Any]) -> dict[str, Any]:
+    return dict(zip(inspect.signature(op.launch).parameters, args))
+
+
+def empty(name: str, *args: Any) -> tuple[Tensor, ...]:
+    """An op's results, not computed."""
+    return OPS[name].spec.empty(_bound(OPS[name], args))
+
+
+def define_composite(name: str, parameters: list[tuple[str, Any]], results: int, compose: Callable[..., Any],
+                     facts: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Any:  # fmt: skip
+    """Register fusedblock::name, a composition of ops for calls without gradients; parameters are (name, type).
+
+    compose(call, *args) makes every step by call(op name, *op args): run, faked or costed by what `call` is. Its launches are
+    replayed for arguments of a layout seen before; facts(args) is what else its choices depend on.
+    """
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    signature = inspect.Signature([inspect.Parameter(n, kind, annotation=t) for n, t in parameters])
+
+    def run(*args: Any) -> Any:
+        return replayed(name, lambda: compose(direct, *args), args, facts(args))
+
+    def fake(*args: Any) -> Any:
+        return compose(empty, *args)
+
+    def costs(*args: Any) -> tuple[Cost, ...]:
+        found: list[Cost] = []
+
+        def record(op_name: str, *op_args: Any) -> tuple[Tensor, ...]:
+            bound = _bound(OPS[op_name], op_args)
+            found.extend(OPS[op_name].spec.costs(bound))
+            return OPS[op_name].spec.empty(bound)
+
+        device = next(a.device for a in args if isinstance(a, Tensor))
+        # Shapes only: on the meta device, whatever mode is counting or faking around this call.
+        with _disable_current_modes(), override(target_of(device)):
+            shapes = [
+                torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta") if isinstance(a, Tensor) else a for a in args
+            ]
+            compose(record, *shapes)
+        return tuple(found)
+
+    return define(name, signature, results, run, fake, costs)
+
+
 _rms_norm_op = _register(_norm.OP)
 _linear_op = _register(_linear.OP)
 _qkv_rope_op = _register(_qkv_rope.OP)
@@ -202,6 +268,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Te
     return_lse also the natural log-sum-exp `batch heads seq` in fp32 (no gradient). A row that may attend to nothing gives 0
     and lse -inf. The backward recomputes and is deterministic. Raises ShapeError or ValueError naming the argument and both values.
     """
-    m = _attention.normalise_mask(mask, q, k)
+    m = normalise_mask(mask, q, k)
     out, lse = _attention_op(q, k, v, m, causal, q.shape[-1] ** -0.5 if scale is None else scale)
     return (out, lse) if return_lse else out

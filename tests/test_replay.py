@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fusedblock import ops
 from fusedblock.blocks import BlockSpec, BlockWeights
 from fusedblock.blocks import functional as core
 from fusedblock.interpret import interpret
@@ -28,7 +29,7 @@ def _tensors(seed: int, gate_first: bool) -> tuple[BlockWeights, list[Tensor]]:
 
 
 def _compose(w: BlockWeights, given: list[Tensor]) -> Tensor:
-    return core._compose_block(core._direct, SPEC, w, *given, None, True)
+    return core._compose_block(ops.direct, SPEC, w, *given, None, True)
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])

@@ -7,22 +7,14 @@ kernel; to costs for the report.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fusedblock import ops
 from fusedblock.blocks.plan import BlockSpec, Plan, plan
-from fusedblock.kernels import attention, gated_mlp, linear, norm, qkv_rope
-from fusedblock.kernels import attention as decode_attention  # until the split-KV kernel lands
-from fusedblock.kernels._launch import runs_kernels
-from fusedblock.kernels._replay import replayed
-from fusedblock.kernels._spec import Cost, Op
-from fusedblock.kernels._target import override, target_of
 
 Call = Callable[..., Any]
 
@@ -49,33 +41,16 @@ class BlockWeights(NamedTuple):
     down_bias: Optional[Tensor] = None
 
 
-def _dispatched(op: Op, *args: Any) -> Any:
-    out = getattr(torch.ops.fusedblock, op.spec.name).default(*args)
-    return (out,) if isinstance(out, Tensor) else out
-
-
-def _direct(op: Op, *args: Any) -> Any:
-    return (op.launch if runs_kernels(args[0]) else op.reference)(*args)
-
-
-def _bound(op: Op, args: tuple[Any, ...]) -> dict[str, Any]:
-    return dict(zip(inspect.signature(op.launch).parameters, args))
-
-
-def _empty(op: Op, *args: Any) -> Any:
-    return op.spec.empty(_bound(op, args))
-
-
 def _plan(spec: BlockSpec, x: Tensor, context: int, training: bool, masked: bool) -> Plan:
     batch, seq = x.shape[0], x.shape[1]
-    return plan(spec, batch=batch, seq=seq, context=context, dtype=x.dtype, training=training, target=target_of(x.device), masked=masked)
+    return plan(spec, batch=batch, seq=seq, context=context, dtype=x.dtype, training=training, target=ops.target_of(x.device), masked=masked)
 
 
 def _front(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, cos: Tensor, sin: Tensor, training: bool) -> tuple[Tensor, ...]:
     """q `batch seq heads head_dim`, k and v `batch seq kv_heads head_dim`, rotated."""
-    y, _ = call(norm.OP, x.reshape(-1, spec.hidden), w.input_norm, spec.eps, spec.weight_offset, spec.round_early, training)
+    y, _ = call("rms_norm", x.reshape(-1, spec.hidden), w.input_norm, spec.eps, spec.weight_offset, spec.round_early, training)
     half = spec.head_dim // 2
-    return call(qkv_rope.OP, y.view(x.shape), w.q, w.k, w.v, w.q_bias, w.k_bias, w.v_bias, cos[..., :half], sin[..., :half], None,
+    return call("qkv_rope", y.view(x.shape), w.q, w.k, w.v, w.q_bias, w.k_bias, w.v_bias, cos[..., :half], sin[..., :half], None,
                 spec.head_dim, 0.0)  # fmt: skip
 
 
@@ -83,15 +58,15 @@ def _back(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, q: Tensor, k:
           causal: bool, training: bool) -> Tensor:  # fmt: skip
     steps = _plan(spec, x, k.shape[1], training, mask is not None)
     rows = x.reshape(-1, spec.hidden)
-    attend = decode_attention.OP if steps.decode else attention.OP
+    attend = "decode_attention" if steps.decode and "decode_attention" in ops.OPS else "attention"
     a, _ = call(attend, q, k, v, mask, causal, spec.scale)
     gamma = w.post_norm if steps.row_statistics else None
-    h, y, sumsq = call(linear.OP, a.reshape(rows.shape[0], spec.heads * spec.head_dim), w.o, w.o_bias, rows, gamma)
+    h, y, sumsq = call("linear", a.reshape(rows.shape[0], spec.heads * spec.head_dim), w.o, w.o_bias, rows, gamma)
     if not steps.row_statistics:
-        y, _ = call(norm.OP, h, w.post_norm, spec.eps, spec.weight_offset, spec.round_early, training)
+        y, _ = call("rms_norm", h, w.post_norm, spec.eps, spec.weight_offset, spec.round_early, training)
         sumsq = None
-    g, _, _ = call(gated_mlp.OP, y, w.gate, w.up, w.gate_bias, w.up_bias, sumsq, spec.activation, spec.eps, training)
-    out, _, _ = call(linear.OP, g, w.down, w.down_bias, h, None)
+    g, _, _ = call("gated_mlp", y, w.gate, w.up, w.gate_bias, w.up_bias, sumsq, spec.activation, spec.eps, training)
+    out, _, _ = call("linear", g, w.down, w.down_bias, h, None)
     return out.view(x.shape)
 
 
@@ -104,41 +79,17 @@ _N_WEIGHTS, _N_NUMBERS = len(_WEIGHTS), len(_NUMBERS)
 
 
 def _composite(name: str, extra: list[tuple[str, Any]], results: int, compose: Callable[..., Any]) -> Any:
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = [inspect.Parameter(n, kind, annotation=t) for n, t in (*extra, *_WEIGHTS, *_NUMBERS)]
+    n = len(extra)
 
-    def split(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], BlockWeights, BlockSpec]:
-        n = len(extra)
-        return args[:n], BlockWeights(*args[n : n + _N_WEIGHTS]), BlockSpec(*args[n + _N_WEIGHTS :])
+    def composed(call: Call, *args: Any) -> Any:
+        return compose(call, BlockSpec(*args[n + _N_WEIGHTS :]), BlockWeights(*args[n : n + _N_WEIGHTS]), *args[:n])
 
-    def run(*args: Any) -> Any:
-        given, weights, spec = split(args)
-        # Which of the two weights lies lower decides how gated_mlp stacks them.
-        facts = (weights.gate.data_ptr() < weights.up.data_ptr(),)
-        return replayed(name, lambda: compose(_direct, spec, weights, *given), args, facts)
+    gate, up = (n + BlockWeights._fields.index(field) for field in ("gate", "up"))
 
-    def fake(*args: Any) -> Any:
-        given, weights, spec = split(args)
-        return compose(_empty, spec, weights, *given)
+    def facts(args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (args[gate].data_ptr() < args[up].data_ptr(),)  # decides how gated_mlp stacks the two weights
 
-    def costs(*args: Any) -> tuple[Cost, ...]:
-        found: list[Cost] = []
-
-        def record(op: Op, *op_args: Any) -> Any:
-            bound = _bound(op, op_args)
-            found.extend(op.spec.costs(bound))
-            return op.spec.empty(bound)
-
-        device = next(a.device for a in args if isinstance(a, Tensor))
-        # Shapes only: on the meta device, whatever mode is counting or faking around this call.
-        with _disable_current_modes(), override(target_of(device)):
-            given, weights, spec = split(tuple(
-                torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta") if isinstance(a, Tensor) else a for a in args
-            ))  # fmt: skip
-            compose(record, spec, weights, *given)
-        return tuple(found)
-
-    return ops.define(name, inspect.Signature(parameters), results, run, fake, costs)
+    return ops.define_composite(name, [*extra, *_WEIGHTS, *_NUMBERS], results, composed, facts)
 
 
 def _compose_front(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
@@ -176,16 +127,16 @@ def forward(
     Without gradients the layer is one registered op (two around update). Raises ShapeError or ValueError naming the argument.
     """
     if torch.is_grad_enabled() and (x.requires_grad or any(t is not None and t.requires_grad for t in weights)):
-        q, k, v = _front(_dispatched, spec, weights, x, cos, sin, True)
+        q, k, v = _front(ops.dispatched, spec, weights, x, cos, sin, True)
         k, v = _through(update, k, v)
-        m = attention.normalise_mask(mask, q, k)
-        return _back(_dispatched, spec, weights, x, q, k, v, m, causal, True)
+        m = ops.normalise_mask(mask, q, k)
+        return _back(ops.dispatched, spec, weights, x, q, k, v, m, causal, True)
     if update is None:
         m = mask if mask is None or mask.dim() == 4 else mask[:, None, None, :]
         return _block(x, cos, sin, m, causal, *weights, *_numbers(spec))
     q, k, v = _block_front(x, cos, sin, *weights, *_numbers(spec))
     k, v = _through(update, k, v)
-    return _block_back(x, q, k, v, attention.normalise_mask(mask, q, k), causal, *weights, *_numbers(spec))
+    return _block_back(x, q, k, v, ops.normalise_mask(mask, q, k), causal, *weights, *_numbers(spec))
 
 
 def _through(update: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fusedblock.kernels._target import Target
+from fusedblock.ops import Target
 
 # Up to this many rows the second norm rides on its neighbours' epilogues. Beyond, its own launch is cheaper: at 4096 rows of an
 # 8B layer it takes 19 us on an H200, the statistics in the epilogues 90 us (2026-11-29).

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import blocks
-from ..blocks.functional import target_of
+from ..ops import target_of
 from . import adapter, table
 from .report import Calls, Explanation, FusionReport, LayerExplanation, LayerRecord, ranges
 
@@ -190,7 +190,9 @@ def _now(layer: nn.Module, spec: table.LayerSpec) -> str:
     """Why calls of the layer would fall back as it is now, whatever their arguments; or an empty string."""
     binding = adapter.bind(layer, spec)
     if isinstance(binding, str):
-        return binding
+        # FSDP2 shows shards between calls and gathers the weights before a forward.
+        sharded = any(base.__name__ == "FSDPModule" for base in type(layer).__mro__) and binding.endswith(".DTensor")
+        return "" if sharded else binding
     shadowed = isinstance(layer, FusedLayer) and "forward" in layer.__dict__ and "_hf_hook" not in layer.__dict__
     return "an instance attribute 'forward' shadows the fused one" if shadowed else ""
 
@@ -306,9 +308,8 @@ def explain(model: nn.Module) -> Explanation:
             record = replace(record, calls=entry.layer.__dict__[_STATE].calls)
         record = replace(record, status="fallback" if reason else "fused", reason=reason)
         plans: tuple[tuple[str, blocks.Plan], ...] = ()
-        if entry.spec is not None and not reason:
-            binding = adapter.bind(entry.layer, entry.spec)
-            assert not isinstance(binding, str)
+        binding = adapter.bind(entry.layer, entry.spec) if entry.spec and not reason else ""
+        if not isinstance(binding, str):
             target = target_of(binding.weights.q.device)
             plans = tuple(_plans(binding, target))
         explanations.append(LayerExplanation(record, plans))
