@@ -1,0 +1,346 @@
+"""The commands through typer's runner: output, exit codes, and that each can fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import fusedblock
+from fusedblock import blocks, cli
+from fusedblock.blocks import BlockSpec
+from fusedblock.cli import checkpoints, compare, doctor, presets
+from fusedblock.cli.app import app
+from fusedblock.kernels import _launch
+from fusedblock.kernels._target import TARGETS
+from fusedblock.metering import Report
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(*arguments: str | Path) -> Any:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.random_checkpoint(tmp_path_factory.mktemp("random"))
+
+
+@pytest.fixture
+def wrong_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused layers that are off by a tenth of a percent."""
+    right = blocks.forward
+    monkeypatch.setattr(blocks, "forward", lambda *args, **kwargs: right(*args, **kwargs) * 1.001)
+
+
+# ---- the command itself
+
+
+@pytest.mark.parametrize("absent", [("typer",), ("rich",), ("typer", "rich")])
+def test_without_its_libraries_it_names_the_extra(absent, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "find_spec", lambda name: None if name in absent else object())
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    assert exit.value.code == 2
+    message = capsys.readouterr().err
+    assert " and ".join(absent) in message and "pip install 'fusedblock[cli]'" in message
+
+
+def test_module_entry_point_prints_the_version():
+    done = subprocess.run([sys.executable, "-m", "fusedblock", "--version"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, fusedblock.__version__), done.stderr
+
+
+def test_help_loads_neither_torch_nor_transformers():
+    code = """
+import sys
+from fusedblock.cli import main
+sys.argv = ["fusedblock", "--help"]
+try:
+    main()
+except SystemExit:
+    print(sorted({"torch", "transformers", "matplotlib"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.rstrip().endswith("[]"), done.stdout + done.stderr
+
+
+def test_help_lists_every_command():
+    result = run("--help")
+    assert result.exit_code == 0
+    for name in ("demo", "measure", "verify", "explain", "doctor"):
+        assert name in result.output
+        assert run(name, "--help").exit_code == 0
+
+
+# ---- measure
+
+
+def test_measure_writes_what_the_function_returns(tmp_path, checkpoint):
+    result = run("measure", checkpoint, "--batch", 2, "--seq", 24, "--baseline", "eager", "--device", "cpu",
+                 "--json", tmp_path / "r.json", "--png", tmp_path / "r.png")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    report = Report.from_json(tmp_path / "r.json")
+    expected = fusedblock.measure(
+        presets.on_meta(presets.config_of(str(checkpoint))), batch=2, seq=24, baseline="eager", device="cpu"
+    )
+    assert report == dataclasses.replace(expected, date=report.date)
+    assert report.layers == 4 and report.dtype == "bfloat16"
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+    assert str(report) in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], {"phase": "prefill", "batch": 1, "seq": 4096, "context": 4096, "dtype": "bfloat16"}),
+        (["--phase", "decode"], {"phase": "decode", "seq": 1, "context": 4096}),
+        (["--phase", "decode", "--context", "100", "--batch", "3"], {"phase": "decode", "seq": 1, "context": 100, "batch": 3}),
+        (["--phase", "train", "--seq", "64", "--dtype", "fp32"], {"phase": "train", "context": 64, "dtype": "float32"}),
+    ],
+)
+def test_measure_of_a_preset(arguments, expected, tmp_path):
+    result = run("measure", "llama-3.2-1b", "--layer", "--device", "cpu", "--json", tmp_path / "r.json", *arguments)
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert {name: report[name] for name in expected} == expected
+    assert (report["layers"], report["baseline"]) == (1, "sdpa")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "'nowhere' is neither a directory with a config.json nor a preset"),
+        (["llama-3.2-1b", "--phase", "train", "--seq", "8", "--context", "16"], "context=16"),
+        (["llama-3.2-1b", "--seq", "16", "--context", "8"], "context=8 is less than seq=16"),
+        (["llama-3.2-1b", "--device", "tpu"], "tpu"),
+        (["llama-3.2-1b", "--seq", "8", "--layer", "--json", "missing/folder/r.json"], "missing/folder/r.json"),
+    ],
+)
+def test_measure_refuses(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run("measure", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr and "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("name", presets.PRESETS)
+def test_presets_are_the_published_models(name):
+    """By their numbers of parameters, as published (in millions)."""
+    published = {"smollm2-135m": 134.5, "llama-2-7b": 6738.4, "llama-3.1-8b": 8030.3, "llama-3.1-70b": 70553.7,
+                 "llama-3.2-1b": 1235.8, "llama-3.2-3b": 3212.7}  # fmt: skip
+    model = presets.on_meta(presets.config_of(name))
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(published[name], abs=0.06)
+
+
+# ---- explain
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode", "train"])
+@pytest.mark.parametrize("target", ["sm_80", "gfx942"])
+def test_explain_prints_the_plan(phase, target):
+    result = run("explain", "llama-3.1-8b", "--phase", phase, "--context", 777, "--batch", 3, "--target", target)
+    assert result.exit_code == 0, result.output
+    spec = BlockSpec(4096, 14336, 32, 8, 128, 128**-0.5, 1e-5)
+    plan = blocks.plan(spec, batch=3, seq=1 if phase == "decode" else 777, context=777, dtype=torch.bfloat16,
+                       training=phase == "train", target=TARGETS[target])  # fmt: skip
+    lines = [line.strip() for line in result.output.splitlines()]
+    assert [line.strip() for line in str(plan).splitlines()] == lines[-len(plan.launches) :]
+    assert f"{len(plan.launches)} launches a layer on {target}" in result.output
+    assert "32 of 32 decoder layers fused" in result.output
+
+
+def test_explain_of_a_directory_shows_all_phases(checkpoint):
+    result = run("explain", checkpoint)
+    assert result.exit_code == 0
+    assert [word for word in ("prefill:", "decode:", "train:") if word not in result.output] == []
+    assert "4 of 4 decoder layers fused" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["llama-3.1-8b", "--target", "sm_1"], "target 'sm_1', expected one of sm_80"),
+        (["llama-3.1-8b", "--phase", "prefill", "--seq", "9", "--context", "8"], "seq 9 with context 8"),
+        (["llama-3.1-8b", "--phase", "train", "--seq", "7", "--context", "8"], "seq 7 with context 8"),
+        (["nowhere"], "'nowhere' is neither"),
+    ],
+)
+def test_explain_refuses(arguments, message):
+    result = run("explain", *arguments)
+    assert result.exit_code == 2 and message in result.stderr
+
+
+def test_explain_of_another_architecture_says_what_is_supported(tmp_path):
+    from transformers import GPT2Config
+
+    GPT2Config(n_layer=1, n_embd=32, n_head=2).save_pretrained(tmp_path)
+    result = run("explain", tmp_path)
+    assert result.exit_code == 2 and "LlamaDecoderLayer" in result.stderr
+
+
+# ---- verify
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_verify_passes(dtype, checkpoint):
+    result = run("verify", checkpoint, "--dtype", dtype, "--gradients", "--tokens", 4, "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert "all 7 checks passed" in result.output
+    assert "gradients of 39 weights" in result.output  # embedding, 4 layers of 9, last norm, head
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_verify_fails_for_wrong_layers(dtype, checkpoint, wrong_layers):
+    if dtype == "bf16":  # where a tenth of a percent is less than the rounding
+        right = blocks.forward
+        blocks.forward = lambda *args, **kwargs: right(*args, **kwargs) * 1.02  # undone by the fixture
+    result = run("verify", checkpoint, "--dtype", dtype, "--tokens", 2, "--device", "cpu")
+    assert result.exit_code == 1, result.output
+    assert "FAIL logits" in result.output
+
+
+def test_verify_refuses_a_folder_without_a_checkpoint(tmp_path):
+    result = run("verify", tmp_path)
+    assert result.exit_code == 2 and "no config.json" in result.stderr
+
+
+def test_verify_names_a_truncated_file(tmp_path, checkpoint):
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    result = run("verify", tmp_path, "--device", "cpu")
+    assert result.exit_code == 2 and str(weights) in result.stderr
+
+
+# ---- doctor
+
+
+def test_doctor_finds_this_environment_well():
+    result = run("doctor")
+    assert result.exit_code == 0, result.output
+    for name in ("rms_norm", "qkv_rope", "attention", "attention, decode", "linear", "gated_mlp"):
+        assert f"{name}, fp32" in result.output
+    assert "all is well" in result.output
+
+
+def test_doctor_finds_a_bad_variable(monkeypatch):
+    monkeypatch.setenv("FUSEDBLOCK_DEBUG", "maybe")
+    monkeypatch.setattr(doctor, "_cases", dict)
+    result = run("doctor")
+    assert result.exit_code == 1 and "FUSEDBLOCK_DEBUG='maybe'" in result.output
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "status"),
+    [
+        ("torch", "2.10.0+cu128", "ok"), ("torch", "2.9.1", "problem"),
+        ("triton", "3.6.0", "ok"), ("triton", "3.9.1", "ok"), ("triton", "3.10.0", "problem"), ("triton", "3.5.1", "problem"),
+        ("transformers", "5.17.0", "ok"), ("transformers", "6.0.0", "problem"), ("transformers", None, "note"),
+    ],
+)  # fmt: skip
+def test_doctor_knows_the_supported_versions(package, version, status):
+    found = {"python": "3.12.1", "torch": "2.11.0", "triton": "3.6.0", "transformers": "5.17.0", package: version}
+    findings = {f.subject: f for f in doctor.version_findings(found)}
+    assert findings[package].status == status
+    assert (findings[package].hint != "") == (status != "ok")
+
+
+def test_doctor_supports_what_the_package_requires():
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.11 brings it")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    requirements = [*project["dependencies"], *project["optional-dependencies"]["hf"]]
+    for package, (low, high) in doctor.SUPPORTED.items():
+        expected = f"{package}>={low}" + (f",<{high}" if high else "")
+        assert expected in {requirement.split(";")[0].strip() for requirement in requirements}
+
+
+def test_self_test_finds_wrong_and_broken_kernels(monkeypatch):
+    def right(x):
+        return x.sin()
+
+    def wrong(x):
+        return x.sin() * (1.001 if _launch._mode else 1)
+
+    def broken(x):
+        if _launch._mode:
+            raise RuntimeError("out of resource: shared memory\nmore")
+        return x.sin()
+
+    monkeypatch.setattr(doctor, "_cases", lambda: {f.__name__: (f, {"x": (3, 5)}) for f in (right, wrong, broken)})
+    checks = {check.name: check for check, _ in doctor.self_test("cpu")}
+    assert [check.passed for check in checks.values()] == [True, False, False]
+    assert "output: error 1.0e-03" in checks["wrong, fp32"].found and "gradient of x" in checks["wrong, fp32"].found
+    assert checks["broken, fp32"].found == "RuntimeError: out of resource: shared memory"
+
+
+# ---- the rules
+
+
+def test_token_errors_against_numpy():
+    value, reference = torch.randn(2, 3, 5), torch.randn(2, 3, 5)
+    v, r = value.double().numpy().reshape(6, 5), reference.double().numpy().reshape(6, 5)
+    expected = np.sqrt(((v - r) ** 2).sum(1)) / np.sqrt((r**2).sum(1))
+    np.testing.assert_allclose(compare.token_errors(value, reference).numpy(), expected, rtol=1e-12)
+    whole = np.sqrt(((v - r) ** 2).sum()) / np.sqrt((r**2).sum())
+    np.testing.assert_allclose(compare.relative_error(value, reference).numpy(), [whole], rtol=1e-12)
+
+
+def test_nan_is_an_infinite_error():
+    assert compare.token_errors(torch.tensor([[float("nan"), 1.0]]), torch.ones(1, 2)).tolist() == [float("inf")]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fused", "plain", "whole_model", "passed"),
+    [
+        (torch.float32, [9e-6, 1e-9], [0.0, 0.0], False, True),
+        (torch.float32, [1.1e-5, 0.0], [1.0, 1.0], False, False),  # one token is enough, and plain's error no excuse
+        (torch.bfloat16, [1.4e-2], [1e-2], False, True),
+        (torch.bfloat16, [1.6e-2], [1e-2], False, False),
+        (torch.bfloat16, [2e-2, 0.0, 0.0, 0.0], [1e-2] * 4, False, True),  # root mean square
+        (torch.float32, [1.4e-4], [1e-4], True, True),
+        (torch.float32, [1.6e-4], [1e-4], True, False),
+        (torch.float32, [9e-6], [1e-8], True, True),
+        (torch.float32, [1.1e-5], [1e-8], True, False),
+        (torch.bfloat16, [float("inf")], [1e-2], False, False),
+    ],
+)
+def test_error_rule(dtype, fused, plain, whole_model, passed):
+    errors = torch.tensor(fused, dtype=torch.float64), torch.tensor(plain, dtype=torch.float64)
+    assert compare.error_check("x", dtype, *errors, whole_model=whole_model).passed is passed
+
+
+class FixedLogits:
+    """A model that answers with these logits whatever it is asked."""
+
+    def __init__(self, dtype: torch.dtype, row: list[float]) -> None:
+        self.dtype, self.row, self.device = dtype, row, "cpu"
+
+    def __call__(self, ids: torch.Tensor, use_cache: bool) -> Any:
+        return type("Output", (), {"logits": torch.tensor(self.row, dtype=self.dtype).expand(*ids.shape, -1)})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rounded", "exact", "passed"),
+    [
+        (torch.bfloat16, [1.0, 1.0, 0.0], [1.0, 1.001, 0.0], True),  # 0.001 apart, and rounding moved them by as much
+        (torch.bfloat16, [1.0, 1.2, 0.0], [1.0, 1.199, 0.0], False),  # 0.2 apart
+        (torch.float32, [1.0, 1.0, 0.0], [1.0, 1.001, 0.0], False),  # no ties in fp32
+    ],
+)
+def test_greedy_rule_at_a_tie(dtype, rounded, exact, passed):
+    fused, plain = torch.tensor([5, 6, 1, 7]), torch.tensor([5, 6, 0, 8])
+    models = FixedLogits(dtype, rounded), FixedLogits(torch.float32, exact)
+    assert compare.greedy_check("x", fused, plain, *models).passed is passed
+    assert compare.greedy_check("x", plain, plain, *models).passed
+    assert not compare.greedy_check("x", plain[:3], plain, *models).passed
