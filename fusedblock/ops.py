@@ -29,8 +29,8 @@ from fusedblock.kernels._spec import Cost, Op, ShapeError
 from fusedblock.kernels._target import Target, override, target_of
 
 __all__ = [
-    "COSTS", "OPS", "ShapeError", "Target", "attention", "define", "define_composite", "direct", "dispatched", "empty", "gated_mlp",
-    "linear", "normalise_mask", "qkv_rope", "rms_norm", "target_of",
+    "COSTS", "OPS", "ShapeError", "Target", "attention", "define", "define_composite", "direct", "dispatched", "empty",
+    "gated_mlp", "linear", "normalise_mask", "qkv_rope", "rms_norm", "target_of",
 ]  # fmt: skip
 
 _LIBRARY = torch.library.Library("fusedblock", "DEF")
@@ -156,6 +156,10 @@ def empty(name: str, *args: Any) -> tuple[Tensor, ...]:
     return OPS[name].spec.empty(_bound(OPS[name], args))
 
 
+def _shape_only(t: Tensor) -> Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+
+
 def define_composite(name: str, parameters: list[tuple[str, Any]], results: int, compose: Callable[..., Any],
                      facts: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Any:  # fmt: skip
     """Register fusedblock::name, a composition of ops for calls without gradients; parameters are (name, type).
@@ -183,10 +187,7 @@ def define_composite(name: str, parameters: list[tuple[str, Any]], results: int,
         device = next(a.device for a in args if isinstance(a, Tensor))
         # Shapes only: on the meta device, whatever mode is counting or faking around this call.
         with _disable_current_modes(), override(target_of(device)):
-            shapes = [
-                torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta") if isinstance(a, Tensor) else a for a in args
-            ]
-            compose(record, *shapes)
+            compose(record, *[_shape_only(a) if isinstance(a, Tensor) else a for a in args])
         return tuple(found)
 
     return define(name, signature, results, run, fake, costs)
@@ -226,6 +227,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, residual: T
     x `... in_features`, weight `out_features in_features`, bias `out_features`, residual `... out_features`; one dtype.
     Sums in fp32, rounded once. Raises ShapeError or ValueError naming the argument and both values.
     """
+    if residual is not None and residual.shape[:-1] != x.shape[:-1]:
+        expected = (*x.shape[:-1], *weight.shape[:1])
+        raise ShapeError(f"linear: residual has shape {tuple(residual.shape)}, expected {tuple(expected)}")
     r = None if residual is None else _rows("linear", "residual", residual)
     out, _, _ = _linear_op(_rows("linear", "x", x), weight, bias, r, None)
     return out.view(*x.shape[:-1], weight.shape[0])
@@ -234,7 +238,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, residual: T
 def qkv_rope(x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor, cos: Tensor, sin: Tensor, *, head_dim: int,
              q_bias: Tensor | None = None, k_bias: Tensor | None = None, v_bias: Tensor | None = None,
              ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """q, k, v = x @ weight.T + bias, with rotary position embedding of the half-split form on q and k (RoFormer, arXiv 2104.09864).
+    """q, k, v = x @ weight.T + bias, then half-split rotary position embedding on q and k (RoFormer, arXiv 2104.09864).
 
     x `batch seq hidden`; q_weight `heads*head_dim hidden`, k_weight and v_weight `kv_heads*head_dim hidden`, biases their
     rows; cos and sin `batch|1 seq head_dim/2`, the angle of feature i turning it with feature i + head_dim/2 (the first half
@@ -266,7 +270,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Te
     `batch context` or `batch|1 heads|1 seq context` (True: may be attended), or floating `batch|1 heads|1 seq context`
     added to the logits (no gradient). scale defaults to head_dim**-0.5. Returns out `batch seq heads head_dim`, with
     return_lse also the natural log-sum-exp `batch heads seq` in fp32 (no gradient). A row that may attend to nothing gives 0
-    and lse -inf. The backward recomputes and is deterministic. Raises ShapeError or ValueError naming the argument and both values.
+    and lse -inf. The backward recomputes and is deterministic. Raises ShapeError or ValueError naming the argument and both
+    values.
     """
     m = normalise_mask(mask, q, k)
     out, lse = _attention_op(q, k, v, m, causal, q.shape[-1] ** -0.5 if scale is None else scale)

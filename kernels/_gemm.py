@@ -10,7 +10,7 @@ masked pointers. Accumulation is in ACC (fp32, fp64 for fp64 inputs); fp32 opera
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,8 +44,8 @@ class Config:
 # "pair" forward with two accumulators of block_n / 2 columns (gate and up), "nn" grad_input, "tn" grad_weight.
 _BIG = 1 << 62
 # H200, 2026-11-29, beside cuBLAS at Llama-3.1-8B's widths: M 4096 128x256x64 w8 s3 (o 726, down 718, qkv 748 TFLOP/s; cuBLAS
-# 769, 700, 775; gate-up 673, 681), M 512 128x128x64 w4 s4 (605; 684), M 1 and 16 16x16x256 w2 s4 (o 12.5, down 32.3 us; 14.0, 33.3) and for
-# pairs 16x64x256 w4 s3 (59.0; 62.2).
+# 769, 700, 775; gate-up 673, 681), M 512 128x128x64 w4 s4 (605; 684), M 1 and 16 16x16x256 w2 s4 (o 12.5, down 32.3 us;
+# 14.0, 33.3) and for pairs 16x64x256 w4 s3 (59.0; 62.2).
 _SM90 = {
     "nt": (
         (16, Config(16, 16, 256, 2, 4)),
@@ -87,7 +87,7 @@ _GFX942 = {kind: ((16, Config(16, 64, 128, 4, 2)), (_BIG, Config(128, 128, 32, 8
 _FP32 = {kind: ((16, Config(16, 64, 32, 4, 2)), (_BIG, Config(64, 64, 32, 8, 2))) for kind in _SM80}
 
 
-def tables(itemsize: int, target: Target) -> dict[str, tuple[tuple[int, Config], ...]]:
+def tables(itemsize: int, target: Target) -> Mapping[str, tuple[tuple[int, Config], ...]]:
     """The config rows that itemsize and target choose from."""
     if itemsize >= 4:
         return _FP32
@@ -187,7 +187,8 @@ def _segment(acc, dy, w, row0, col0, M, N, K, stride_dy, stride_w, BM: tl.conste
 
 @triton.jit
 def grad_input_kernel(
-    dy0, dy1, dy2, w0, w1, w2, dx, M, K, N0, N1, N2, stride_dy0, stride_dy1, stride_dy2, stride_w0, stride_w1, stride_w2, stride_dx,
+    dy0, dy1, dy2, w0, w1, w2, dx, M, K, N0, N1, N2,
+    stride_dy0, stride_dy1, stride_dy2, stride_w0, stride_w1, stride_w2, stride_dx,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr,
     STAGES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -278,7 +279,8 @@ def grad_weight(dy: Tensor, x: Tensor, dw: Tensor) -> None:
     c = usable(configure(n, dw.element_size(), target, "tn"), dy, x, dw)
     tiles = cdiv(n, c.block_m) * cdiv(k, c.block_n)
     args = (
-        operand(dy, c.block_k, c.block_m, c), operand(x, c.block_k, c.block_n, c), operand(dw, c.block_m, c.block_n // c.split, c),
+        operand(dy, c.block_k, c.block_m, c), operand(x, c.block_k, c.block_n, c),
+        operand(dw, c.block_m, c.block_n // c.split, c),
         m, n, k, dy.stride(0), x.stride(0), dw.stride(0),
     )  # fmt: skip
     launch(grad_weight_kernel, (programs(tiles, c, target),), args, {**options(c), "ACC": accumulator(dw)})

@@ -109,7 +109,7 @@ def launched_variants() -> int:
 
 
 def tma_ready(*tensors: Tensor) -> bool:
-    """Tensor descriptors need 16-byte aligned bases, a contiguous last axis and all other strides multiples of 16 bytes, not 0."""
+    """Tensor descriptors need 16-byte aligned bases, a dense last axis and all other strides multiples of 16 bytes, not 0."""
     for t in tensors:
         size = t.element_size()
         if t.numel() == 0 or t.data_ptr() % 16 or t.stride(-1) != 1:

@@ -7,7 +7,7 @@ from ._lang import tl, triton
 
 @triton.jit
 def tile_order(t, num_m, num_n, GROUP: tl.constexpr):
-    """Tile number -> (row tile, column tile): GROUP row tiles share one pass over the columns, so that L2 keeps their operands."""
+    """Tile number -> (row tile, column tile): GROUP row tiles share one pass over the columns, so L2 keeps their operands."""
     per_group = GROUP * num_n
     first = (t // per_group) * GROUP
     rows = tl.minimum(num_m - first, GROUP)

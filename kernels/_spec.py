@@ -27,13 +27,13 @@ class ShapeError(ValueError):
 class DType:
     """One row per dtype the kernels take. `accumulate` is the dtype of sums and statistics."""
 
-    torch: torch.dtype
+    dtype: torch.dtype
     accumulate: torch.dtype
     eps: float
 
 
 DTYPES = {
-    d.torch: d
+    d.dtype: d
     for d in (
         DType(torch.float32, torch.float32, 2.0**-24),
         DType(torch.float16, torch.float32, 2.0**-11),
@@ -65,7 +65,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Write:
-    """A result or scratch buffer: axes, dtype (an argument's name, "accumulate:ARG" or a torch dtype's name), and when it exists."""
+    """A result or scratch buffer: axes, dtype (an argument's name, "accumulate:ARG" or a torch dtype's name), when it exists."""
 
     axes: str
     dtype: str

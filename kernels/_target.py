@@ -54,13 +54,14 @@ def override(target: Target) -> Iterator[None]:
         _override.pop()
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _of_cuda(index: int) -> Target:
     p = torch.cuda.get_device_properties(index)
     if torch.version.hip:
         name = p.gcnArchName.split(":")[0]
         return Target("hip", name, p.multi_processor_count, 64 * _KB, p.L2_cache_size)
-    return Target("cuda", p.major * 10 + p.minor, p.multi_processor_count, p.shared_memory_per_block_optin, p.L2_cache_size)
+    smem = p.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stubs lack it
+    return Target("cuda", p.major * 10 + p.minor, p.multi_processor_count, smem, p.L2_cache_size)
 
 
 def target_of(device: torch.device) -> Target:

@@ -14,18 +14,32 @@ HBM, in elements: reads x, weights and biases once; writes out, with save also g
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from einops import einsum, reduce
 from torch import Tensor
 
 from ._gemm import (
-    Config, accumulator, configure, grad_input, grad_weight, halves, load_tile, operand, options, programs, row_scale, store_tile, sum_rows,
-    triton_dtype, usable,
+    Config,
+    accumulator,
+    configure,
+    grad_input,
+    grad_weight,
+    halves,
+    load_tile,
+    operand,
+    options,
+    programs,
+    row_scale,
+    store_tile,
+    sum_rows,
+    triton_dtype,
+    usable,
 )  # fmt: skip
 from ._lang import TensorDescriptor, cdiv, next_power_of_2, tl, triton
-from ._launch import contiguous_last, launch as _launch, on_device
+from ._launch import contiguous_last, on_device
+from ._launch import launch as _launch
 from ._math import activate, activate_grad, tile_order
 from ._replay import valid_distance
 from ._spec import Args, Op, Sizes, Spec, Stage, Write, accumulate_dtype, flag
@@ -62,8 +76,8 @@ def act(x: Tensor, activation: str) -> Tensor:
 
 
 def reference(
-    x: Tensor, gate_weight: Tensor, up_weight: Tensor, gate_bias: Optional[Tensor], up_bias: Optional[Tensor],
-    sumsq: Optional[Tensor], activation: str, eps: float, save: bool,
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
+    sumsq: Tensor | None, activation: str, eps: float, save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     acc = accumulate_dtype(x.dtype)
     pre = []
@@ -141,8 +155,8 @@ def _stack(gate: Tensor, up: Tensor, config: Config) -> tuple[int, Any]:
 
 
 def launch(
-    x: Tensor, gate_weight: Tensor, up_weight: Tensor, gate_bias: Optional[Tensor], up_bias: Optional[Tensor],
-    sumsq: Optional[Tensor], activation: str, eps: float, save: bool,
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
+    sumsq: Tensor | None, activation: str, eps: float, save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     args = {"x": x, "gate_weight": gate_weight, "up_weight": up_weight, "gate_bias": gate_bias, "up_bias": up_bias,
             "sumsq": sumsq, "activation": activation, "save": save}  # fmt: skip
@@ -158,15 +172,15 @@ def launch(
     results = [operand(t, c.block_m, half, c) for t in ((out, gate, up) if save else (out, out, out))]
     stacked, both = _stack(wg, wu, c)
     # Stacked, the second pointer is not read; it stays an argument so that whoever counts traffic knows its extent.
-    weights = (both, wu if stacked == 1 else wg) if stacked else (operand(wg, half, c.block_k, c), operand(wu, half, c.block_k, c))
+    weights = [both, wu if stacked == 1 else wg] if stacked else [operand(w, half, c.block_k, c) for w in (wg, wu)]
     with on_device(x):
         _launch(
             _kernel, (programs(tiles, c, target),),
             (operand(x, c.block_m, c.block_k, c), *weights,
              *[None if t is None else t.contiguous() for t in (gate_bias, up_bias, sumsq)], *results,
              m, n, k, n_sums, x.stride(0), wg.stride(0), wu.stride(0), 1.0 / max(k, 1), eps),
-            {"ACT": activation, "SAVE": save, "STACKED": stacked, "TILES_P": next_power_of_2(n_sums), "OUT": triton_dtype(x.dtype),
-             "ACC": accumulator(x), **options(c)},
+            {"ACT": activation, "SAVE": save, "STACKED": stacked, "TILES_P": next_power_of_2(n_sums),
+             "OUT": triton_dtype(x.dtype), "ACC": accumulator(x), **options(c)},
         )  # fmt: skip
     return out, gate, up
 
@@ -245,7 +259,8 @@ def backward_launch(
     dg, du = BACKWARD_SPEC.empty_scratch(args, sizes)
     with on_device(x):
         _launch(
-            _act_backward_kernel, (cdiv(dg.numel(), 2048),), (grad_out.contiguous(), gate, up, dg, du, dg.numel()),
+            _act_backward_kernel, (cdiv(dg.numel(), 2048),),
+            (*[t.contiguous() for t in (grad_out, gate, up)], dg, du, dg.numel()),
             {"ACT": activation, "BLOCK": 2048, "ACC": accumulator(x), "num_warps": 8},
         )  # fmt: skip
         if need_x:

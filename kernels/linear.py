@@ -18,18 +18,30 @@ HBM, in elements: reads x, weight, bias, residual, norm_weight once; writes out,
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from einops import einsum, reduce
 from torch import Tensor
 
 from ._gemm import (
-    accumulator, configure, grad_input, grad_weight, halves, load_tile, operand, options, programs, store_tile, sum_rows,
-    triton_dtype, usable,
+    accumulator,
+    configure,
+    grad_input,
+    grad_weight,
+    halves,
+    load_tile,
+    operand,
+    options,
+    programs,
+    store_tile,
+    sum_rows,
+    triton_dtype,
+    usable,
 )  # fmt: skip
 from ._lang import cdiv, tl, triton
-from ._launch import contiguous_last, launch as _launch, on_device
+from ._launch import contiguous_last, on_device
+from ._launch import launch as _launch
 from ._math import tile_order
 from ._spec import Args, Op, Sizes, Spec, Stage, Write, accumulate_dtype, flag
 from ._target import target_of
@@ -60,7 +72,7 @@ SPEC = Spec(
 
 
 def reference(
-    x: Tensor, weight: Tensor, bias: Optional[Tensor], residual: Optional[Tensor], norm_weight: Optional[Tensor]
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, norm_weight: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     out = torch.nn.functional.linear(x, weight, bias)
     if residual is not None:
@@ -123,7 +135,7 @@ def _kernel(
 
 
 def launch(
-    x: Tensor, weight: Tensor, bias: Optional[Tensor], residual: Optional[Tensor], norm_weight: Optional[Tensor]
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, norm_weight: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     args = {"x": x, "weight": weight, "bias": bias, "residual": residual, "norm_weight": norm_weight}
     sizes = SPEC.axes(args)

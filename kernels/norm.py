@@ -26,7 +26,8 @@ from einops import rearrange, reduce
 from torch import Tensor
 
 from ._lang import cdiv, next_power_of_2, tl, triton
-from ._launch import contiguous_last, launch as _launch, on_device
+from ._launch import contiguous_last, on_device
+from ._launch import launch as _launch
 from ._spec import Args, Op, Sizes, Spec, Stage, Write, accumulate_dtype, flag
 from ._target import Target, target_of
 

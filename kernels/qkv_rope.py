@@ -19,18 +19,30 @@ HBM, in elements: reads x and the weights, biases and tables once; writes q, k, 
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from einops import einsum, rearrange, reduce
 from torch import Tensor
 
 from ._gemm import (
-    Config, accumulator, configure, grad_input, grad_weight, load_tile, operand, options, programs, row_scale, sum_rows,
-    triton_dtype, usable,
+    Config,
+    accumulator,
+    configure,
+    grad_input,
+    grad_weight,
+    load_tile,
+    operand,
+    options,
+    programs,
+    row_scale,
+    sum_rows,
+    triton_dtype,
+    usable,
 )  # fmt: skip
 from ._lang import cdiv, next_power_of_2, tl, triton
-from ._launch import contiguous_last, launch as _launch, on_device
+from ._launch import contiguous_last, on_device
+from ._launch import launch as _launch
 from ._math import tile_order
 from ._spec import Args, Op, ShapeError, Sizes, Spec, Stage, Write, accumulate_dtype, flag
 from ._target import target_of
@@ -77,8 +89,8 @@ def rotate(u: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def reference(
-    x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor, q_bias: Optional[Tensor], k_bias: Optional[Tensor],
-    v_bias: Optional[Tensor], cos: Tensor, sin: Tensor, sumsq: Optional[Tensor], head_dim: int, eps: float,
+    x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor, q_bias: Tensor | None, k_bias: Tensor | None,
+    v_bias: Tensor | None, cos: Tensor, sin: Tensor, sumsq: Tensor | None, head_dim: int, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     acc = accumulate_dtype(x.dtype)
     cos, sin = cos.to(acc), sin.to(acc)
@@ -124,7 +136,8 @@ def _project(
                 b = w.load([n * BN, k])
             else:
                 kk = k + tl.arange(0, BK)
-                b = tl.load(w + w_row[:, None].to(tl.int64) * stride_w + kk[None, :], w_ok[:, None] & (kk < K)[None, :], other=0.0)
+                at = w + w_row[:, None].to(tl.int64) * stride_w + kk[None, :]
+                b = tl.load(at, w_ok[:, None] & (kk < K)[None, :], other=0.0)
             acc = tl.dot(a, b.T, acc, input_precision="ieee", out_dtype=ACC)
         if sumsq is not None:
             acc = acc * row_scale(sumsq, row0, M, TILES, inv_hidden, eps, BM, TILES_P).to(ACC)[:, None]
@@ -193,8 +206,8 @@ def _config(m: int, head_dim: int, x: Tensor, operands: list[Tensor]) -> Config:
 
 
 def launch(
-    x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor, q_bias: Optional[Tensor], k_bias: Optional[Tensor],
-    v_bias: Optional[Tensor], cos: Tensor, sin: Tensor, sumsq: Optional[Tensor], head_dim: int, eps: float,
+    x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor, q_bias: Tensor | None, k_bias: Tensor | None,
+    v_bias: Tensor | None, cos: Tensor, sin: Tensor, sumsq: Tensor | None, head_dim: int, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     args = {"x": x, "q_weight": q_weight, "k_weight": k_weight, "v_weight": v_weight, "q_bias": q_bias, "k_bias": k_bias,
             "v_bias": v_bias, "cos": cos, "sin": sin, "sumsq": sumsq, "head_dim": head_dim}  # fmt: skip
@@ -217,7 +230,8 @@ def launch(
         _launch(
             _kernel, (programs(tiles, c, target_of(x.device)),),
             (operand(rows, c.block_m, c.block_k, c), *[operand(w, c.block_n, c.block_k, c) for w in weights], *biases,
-             cos_rows, sin_rows, None if sumsq is None else sumsq.contiguous(), *[operand(t, c.block_m, c.block_n, c) for t in flat],
+             cos_rows, sin_rows, None if sumsq is None else sumsq.contiguous(),
+             *[operand(t, c.block_m, c.block_n, c) for t in flat],
              m, nq, nk, hidden, n_sums, sizes["seq"], rows.stride(0), *[w.stride(0) for w in weights], cos_rows.stride(0),
              1.0 / hidden, eps),
             {"SHARED": cos_rows.shape[0] < m, "HD": head_dim, "HP": hp, "TILES_P": next_power_of_2(n_sums),
@@ -246,10 +260,11 @@ BACKWARD_SPEC = Spec(
         Stage("grad_input", ("turned_q", "turned_k", "grad_v", *_WEIGHTS), ("grad_x",),
               lambda s, a: 2 * s["batch"] * s["seq"] * (s["q_width"] + 2 * s["kv_width"]) * s["hidden"]),
         *[Stage("grad_weight", (dy, "x"), (f"grad_{w}",),
-                lambda s, a, width=width: 2 * s["batch"] * s["seq"] * s[width] * s["hidden"])
+                lambda s, a, width=width: 2 * s["batch"] * s["seq"] * s[width] * s["hidden"])  # type: ignore[misc]
           for dy, w, width in (("turned_q", "q_weight", "q_width"), ("turned_k", "k_weight", "kv_width"),
                                ("grad_v", "v_weight", "kv_width"))],
-        *[Stage("sum_rows", (dy,), (f"grad_{b}",), lambda s, a, width=width: s["batch"] * s["seq"] * s[width])
+        *[Stage("sum_rows", (dy,), (f"grad_{b}",),
+                lambda s, a, width=width: s["batch"] * s["seq"] * s[width])  # type: ignore[misc]
           for dy, b, width in (("turned_q", "q_bias", "q_width"), ("turned_k", "k_bias", "kv_width"),
                                ("grad_v", "v_bias", "kv_width"))],
     ),
@@ -319,8 +334,8 @@ def backward_launch(
             {"SHARED": cos_rows.shape[0] < m, "HD": head_dim, "HALF": next_power_of_2(head_dim // 2), "BM": 16,
              "ACC": accumulator(x), "num_warps": 4},
         )  # fmt: skip
-        dys = [g.reshape(m, -1) if m else g.reshape(0, n)
-               for g, n in ((turned_q, sizes["q_width"]), (turned_k, sizes["kv_width"]), (grad_v.contiguous(), sizes["kv_width"]))]  # fmt: skip
+        widths = (sizes["q_width"], sizes["kv_width"], sizes["kv_width"])
+        dys = [g.view(m, width) for g, width in zip((turned_q, turned_k, grad_v.contiguous()), widths)]
         if need_x:
             grad_input(dys, [q_weight, k_weight, v_weight], dx.view(m, -1) if m else dx.view(0, sizes["hidden"]))
         for dy, dw, need in zip(dys, dws_dbs[:3], (need_q_weight, need_k_weight, need_v_weight)):

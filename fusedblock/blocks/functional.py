@@ -8,7 +8,7 @@ kernel; to costs for the report.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,21 +32,24 @@ class BlockWeights(NamedTuple):
     gate: Tensor
     up: Tensor
     down: Tensor
-    q_bias: Optional[Tensor] = None
-    k_bias: Optional[Tensor] = None
-    v_bias: Optional[Tensor] = None
-    o_bias: Optional[Tensor] = None
-    gate_bias: Optional[Tensor] = None
-    up_bias: Optional[Tensor] = None
-    down_bias: Optional[Tensor] = None
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+    v_bias: Tensor | None = None
+    o_bias: Tensor | None = None
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
 
 def _plan(spec: BlockSpec, x: Tensor, context: int, training: bool, masked: bool) -> Plan:
-    batch, seq = x.shape[0], x.shape[1]
-    return plan(spec, batch=batch, seq=seq, context=context, dtype=x.dtype, training=training, target=ops.target_of(x.device), masked=masked)
+    target = ops.target_of(x.device)
+    return plan(
+        spec, batch=x.shape[0], seq=x.shape[1], context=context, dtype=x.dtype, training=training, target=target, masked=masked
+    )
 
 
-def _front(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, cos: Tensor, sin: Tensor, training: bool) -> tuple[Tensor, ...]:
+def _front(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, cos: Tensor, sin: Tensor,
+           training: bool) -> tuple[Tensor, ...]:  # fmt: skip
     """q `batch seq heads head_dim`, k and v `batch seq kv_heads head_dim`, rotated."""
     y, _ = call("rms_norm", x.reshape(-1, spec.hidden), w.input_norm, spec.eps, spec.weight_offset, spec.round_early, training)
     half = spec.head_dim // 2
@@ -54,7 +57,7 @@ def _front(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, cos: Tensor,
                 spec.head_dim, 0.0)  # fmt: skip
 
 
-def _back(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor],
+def _back(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
           causal: bool, training: bool) -> Tensor:  # fmt: skip
     steps = _plan(spec, x, k.shape[1], training, mask is not None)
     rows = x.reshape(-1, spec.hidden)
@@ -71,7 +74,7 @@ def _back(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, q: Tensor, k:
 
 
 # The composite ops: the same composition behind one registered op each, for calls without gradients.
-_T, _O = Tensor, Optional[Tensor]
+_T, _O = Tensor, Tensor | None
 _WEIGHTS = [(n, _T if n in BlockWeights._fields[:9] else _O) for n in BlockWeights._fields]
 _NUMBERS = [("hidden", int), ("ffn", int), ("heads", int), ("kv_heads", int), ("head_dim", int), ("scale", float), ("eps", float),
             ("activation", str), ("weight_offset", float), ("round_early", bool)]  # fmt: skip
@@ -96,17 +99,21 @@ def _compose_front(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, cos:
     return _front(call, spec, w, x, cos, sin, False)
 
 
-def _compose_back(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: _O, causal: bool) -> Any:
+def _compose_back(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
+                  causal: bool) -> Any:  # fmt: skip
     return _back(call, spec, w, x, q, k, v, mask, causal, False)
 
 
-def _compose_block(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, cos: Tensor, sin: Tensor, mask: _O, causal: bool) -> Any:
-    return _back(call, spec, w, x, *_front(call, spec, w, x, cos, sin, False), mask, causal, False)
+def _compose_block(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None,
+                   causal: bool) -> Any:  # fmt: skip
+    q, k, v = _front(call, spec, w, x, cos, sin, False)
+    return _back(call, spec, w, x, q, k, v, mask, causal, False)
 
 
 _block_front = _composite("block_front", [("x", _T), ("cos", _T), ("sin", _T)], 3, _compose_front)
-_block_back = _composite(
-    "block_back", [("x", _T), ("q_states", _T), ("k_states", _T), ("v_states", _T), ("mask", _O), ("causal", bool)], 1, _compose_back
+_block_back = _composite(  # fmt: skip
+    "block_back", [("x", _T), ("q_states", _T), ("k_states", _T), ("v_states", _T), ("mask", _O), ("causal", bool)], 1,
+    _compose_back,
 )
 _block = _composite("block", [("x", _T), ("cos", _T), ("sin", _T), ("mask", _O), ("causal", bool)], 1, _compose_block)
 
@@ -116,7 +123,8 @@ def _numbers(spec: BlockSpec) -> tuple[Any, ...]:
 
 
 def forward(
-    spec: BlockSpec, weights: BlockWeights, x: Tensor, cos: Tensor, sin: Tensor, *, mask: Tensor | None = None, causal: bool = True,
+    spec: BlockSpec, weights: BlockWeights, x: Tensor, cos: Tensor, sin: Tensor, *, mask: Tensor | None = None,
+    causal: bool = True,
     update: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
 ) -> Tensor:  # fmt: skip
     """One decoder layer: x + o(attention(norm(x))), then h + down(act(gate(norm(h))) * up(norm(h))).

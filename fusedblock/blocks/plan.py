@@ -62,8 +62,9 @@ class Plan:
 
 @functools.lru_cache(maxsize=4096)
 def plan(
-    spec: BlockSpec, *, batch: int, seq: int, context: int, dtype: torch.dtype, training: bool, target: Target, masked: bool = False
-) -> Plan:
+    spec: BlockSpec, *, batch: int, seq: int, context: int, dtype: torch.dtype, training: bool, target: Target,
+    masked: bool = False,
+) -> Plan:  # fmt: skip
     """What one layer launches for x `batch seq hidden` over `context` keys.
 
     training: gradients are wanted. masked: an explicit mask comes with the call. Pure: equal arguments give an equal plan.
@@ -79,22 +80,22 @@ def plan(
     )  # fmt: skip
     statistics = apart is None
     rows = "one row a program, statistics in fp32"
-    attention = (
-        Launch("decode_attention", "attention", "triton", f"{seq} queries a sequence: keys split over the GPU, heads of a group packed")
-        if decode
-        else Launch("attention", "attention", "triton", "tiles of queries, the logits never leave the SM" + (", mask read by tile" if masked else ""))
-    )
-    launches = [
+    if decode:
+        why = f"{seq} queries a sequence: keys split over the GPU, heads of a group packed"
+        attention = Launch("decode_attention", "attention", "triton", why)
+    else:
+        why = "tiles of queries, the logits never leave the SM" + (", mask read by tile" if masked else "")
+        attention = Launch("attention", "attention", "triton", why)
+    sums = "; leaves the second norm's row sums" if statistics else ""
+    scale = "the norm is a row scale in its epilogue; " if statistics else ""
+    norm = Launch("rms_norm", "post-attention norm", "triton", f"{rows} (not in an epilogue: {apart})")
+    launches = (
         Launch("rms_norm", "input norm", "triton", rows),
         Launch("qkv_rope", "q, k, v", "triton", "three projections and rotary embedding, no packed weight copy"),
         attention,
-        Launch("linear", "attention output", "triton",
-               "adds the residual" + ("; leaves the second norm's row sums" if statistics else "")),
-    ]  # fmt: skip
-    if not statistics:
-        launches.append(Launch("rms_norm", "post-attention norm", "triton", f"{rows} (not in an epilogue: {apart})"))
-    launches += [
-        Launch("gated_mlp", "gate and up", "triton", ("the norm is a row scale in its epilogue; " if statistics else "") + "both products and the activation"),
+        Launch("linear", "attention output", "triton", "adds the residual" + sums),
+        *([] if statistics else [norm]),
+        Launch("gated_mlp", "gate and up", "triton", scale + "both products and the activation"),
         Launch("linear", "down", "triton", "adds the residual"),
-    ]  # fmt: skip
-    return Plan(tuple(launches), statistics, decode)
+    )
+    return Plan(launches, statistics, decode)
