@@ -273,16 +273,22 @@ OF_KIND = {
 }
 
 
+SHIPPED = [(d, *row, case) for d in DTYPES for row in shipped(d.itemsize) for case in OF_KIND[row[1]]]
+
+
+def _shipped_id(dtype: torch.dtype, name: str, kind: str, c: _gemm.Config, case: Case) -> str:
+    tile = f"{c.block_m}x{c.block_n}x{c.block_k}-w{c.num_warps}-s{c.num_stages}"
+    return f"{str(dtype).removeprefix('torch.')}-{kind}-{case.op}-{tile}-{'descriptors' if c.tma else 'pointers'}"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_shipped_config(dtype, subtests):
-    for name, kind, config in shipped(dtype.itemsize):
-        for case in OF_KIND[kind]:
-            with subtests.test(op=case.op, kind=kind, config=config), only_config(config):
-                launches = check(case, dtype, name if config.tma else "sm_80", gradients=kind in ("nn", "tn"))
-                index = {"nt": 0, "pair": 0, "nn": 1, "tn": 2}[kind]
-                assert launches[index].arguments["BM"] == config.block_m
-                assert launches[index].arguments["TMA"] == config.tma
+@pytest.mark.parametrize(("dtype", "name", "kind", "config", "case"), SHIPPED, ids=[_shipped_id(*row) for row in SHIPPED])
+def test_every_shipped_config(dtype, name, kind, config, case):
+    with only_config(config):
+        launches = check(case, dtype, name if config.tma else "sm_80", gradients=kind in ("nn", "tn"))
+    index = {"nt": 0, "pair": 0, "nn": 1, "tn": 2}[kind]
+    assert launches[index].arguments["BM"] == config.block_m
+    assert launches[index].arguments["TMA"] == config.tma
 
 
 # ---- registration ----------------------------------------------------------------------------------------------------------
