@@ -122,6 +122,23 @@ def test_packed_sequences() -> None:
     assert report.fused_calls == 2
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("causal", (True, False))
+@pytest.mark.parametrize("seq", (1, 6))
+def test_no_mask(implementation: str, causal: bool, seq: int) -> None:
+    """A layer called without a mask: sdpa attention is causal if its module says so, eager attention sees everything."""
+    model = tiny(attn_implementation=implementation)
+    layer = model.model.layers[0]
+    layer.self_attn.is_causal = causal
+    fused = twin(model).model.layers[0]
+    report = fusedblock.fuse(fused)
+    x = torch.randn(2, seq, 64)
+    tables = model.model.rotary_emb(x, torch.arange(seq)[None])
+    with torch.no_grad():
+        assert relative_error(fused(x, position_embeddings=tables), layer(x, position_embeddings=tables)) < 1e-5
+    assert report.fused_calls == 1
+
+
 @pytest.mark.parametrize("values", (torch.bool, torch.float32), ids=str)
 def test_own_mask(values: torch.dtype) -> None:
     """A mask of the caller's own for each head, with sdpa."""

@@ -62,6 +62,40 @@ def test_rule_1_unfuse_refuses_a_class_made_from_ours() -> None:
     assert type(model.model.layers[0]) is not LlamaDecoderLayer  # nothing is half undone
 
 
+@pytest.mark.parametrize("order", ("shard, fuse", "fuse, shard"))
+def test_rule_1_fsdp2(order: str) -> None:
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    model = tiny().train()
+    other = twin(model).train()
+    ids = prompt()[0]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        if order == "fuse, shard":
+            report = fusedblock.fuse(other, strict=True)
+        for layer in (*other.model.layers, other):
+            fully_shard(layer, mesh=dist.init_device_mesh("cpu", (1,)))
+        if order == "shard, fuse":
+            report = fusedblock.fuse(other, strict=True)
+        optimizers = [torch.optim.SGD(candidate.parameters(), lr=0.1) for candidate in (model, other)]
+        for _ in range(3):
+            losses = [candidate(ids, labels=ids).loss for candidate in (model, other)]
+            assert abs(losses[0].item() - losses[1].item()) < 1e-5
+            for loss, optimizer in zip(losses, optimizers):
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        assert report.fused_calls == 6 and report.fallback_calls == 0
+        if order == "shard, fuse":
+            assert fusedblock.unfuse(other) == 2
+        else:
+            with pytest.raises(RuntimeError, match="FSDPLlamaDecoderLayer"):
+                fusedblock.unfuse(other)
+    finally:
+        dist.destroy_process_group()
+
+
 # Rule 2: a forward in the instance's __dict__ hides the class's.
 
 
