@@ -38,7 +38,7 @@ def check(name: str, sizes: Sizes, args: Args) -> dict[str, int]:
         raise ValueError(f"{name}: scale={scale}, expected a positive finite number")
     mask = args["mask"]
     if mask is not None and mask.dtype is not torch.bool and not mask.is_floating_point():
-        raise ValueError(f"{name}: mask has dtype {mask.dtype}, expected torch.bool (True: attend) or a floating dtype (added)")
+        raise ValueError(f"{name}: mask has dtype {mask.dtype}, expected torch.bool or a floating dtype")
     return {"group": heads // kv_heads}
 
 
@@ -54,7 +54,7 @@ def normalise_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     batch, seq, heads = q.shape[:3]
     context = k.shape[1]
     if mask.dtype is not torch.bool and not mask.is_floating_point():
-        raise ValueError(f"attention: mask has dtype {mask.dtype}, expected torch.bool (True: attend) or a floating dtype (added)")
+        raise ValueError(f"attention: mask has dtype {mask.dtype}, expected torch.bool or a floating dtype")
     if mask.device != q.device:
         raise ValueError(f"attention: mask is on {mask.device}, but q is on {q.device}")
     if mask.ndim == 2:
@@ -93,10 +93,19 @@ def kind_of(target: Target) -> str:
     return "hopper" if target.tma else "ampere"
 
 
-def scale_facts(scale: float, dtype: torch.dtype) -> dict[str, Any]:
-    """A run-time float is fp32 in a kernel; fp64 kernels, which only gradcheck runs, take the scale as a constexpr instead."""
+def numerics(scale: float, dtype: torch.dtype, target: Target) -> dict[str, Any]:
+    """Constexprs: accumulator, precision of fp32 products, scale.
+
+    fp32 products on NVIDIA are three TF32 ones, which keep fp32's accuracy on the tensor cores; plain fp32 ones run without
+    them, unrolled, and spill kilobytes. A run-time float is fp32 in a kernel: fp64 kernels, which only gradcheck runs, take
+    the scale as a constexpr instead.
+    """
     double = dtype is torch.float64
-    return {"ACC": tl.float64 if double else tl.float32, "EXACT_SCALE": scale if double else None}
+    return {
+        "ACC": tl.float64 if double else tl.float32,
+        "PRECISION": "tf32x3" if target.backend == "cuda" else "ieee",
+        "EXACT_SCALE": scale if double else None,
+    }
 
 
 def dense_rows(*tensors: Tensor) -> list[Tensor]:
@@ -117,9 +126,7 @@ def by_head(t: Tensor) -> Tensor:
     return rearrange(t, "batch rows heads head_dim -> batch heads rows head_dim")
 
 
-def reference_logits(
-    q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor | None]:
+def reference_logits(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor | None]:
     """For the references: masked logits "batch kv_heads group seq context", and which values a padding mask hides, broadcastable
     to "batch kv_heads group context head_dim" (None: none)."""
     acc = accumulate_dtype(q.dtype)

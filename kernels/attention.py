@@ -21,7 +21,6 @@ the exponentials on every GPU, without warp specialisation (whose automatic form
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Optional
 
 import torch
 from einops import rearrange
@@ -30,7 +29,8 @@ from torch import Tensor
 from . import _attention as shared
 from ._attention import apply_mask, attended, load_rows, normalise_mask
 from ._lang import cdiv, next_power_of_2, tl, triton
-from ._launch import descriptor, launch as _launch, on_device
+from ._launch import descriptor, on_device
+from ._launch import launch as _launch
 from ._spec import Args, Op, Sizes, Spec, Write, accumulate_dtype
 from ._target import Target, target_of
 from .attention_backward import BACKWARD
@@ -72,8 +72,9 @@ TABLE: dict[str, tuple[tuple[int, int, Config, Config], ...]] = {
     "hopper": (
         (128, 2, Config(128, 128, 8, 2, True), Config(128, 64, 8, 2, True)),
         (256, 2, Config(128, 64, 8, 2, True), Config(64, 64, 4, 2)),
-        (64, 8, Config(64, 32, 4, 1), Config(64, 32, 4, 1)),
-        (256, 8, Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
+        (64, 8, Config(64, 64, 4, 2), Config(64, 32, 4, 1)),
+        (128, 8, Config(64, 32, 4, 1), Config(64, 32, 4, 1)),
+        (256, 8, Config(32, 16, 4, 1), Config(32, 16, 4, 1)),
     ),
     # Not measured: the largest tiles that compile for sm_80 without spilling.
     "ampere": (
@@ -81,15 +82,15 @@ TABLE: dict[str, tuple[tuple[int, int, Config, Config], ...]] = {
         (128, 2, Config(128, 32, 8, 3), Config(64, 32, 4, 2)),
         (256, 2, Config(64, 32, 4, 2), Config(64, 32, 4, 2)),
         (64, 8, Config(64, 32, 4, 1), Config(64, 32, 4, 1)),
-        (256, 8, Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
+        (256, 8, Config(32, 16, 4, 1), Config(32, 16, 4, 1)),
     ),
     # Not measured: as above, within the 99 KB of sm_86 and the 64 KB of gfx942.
     "small": (
-        (64, 2, Config(128, 64, 4, 2), Config(128, 64, 8, 2)),
-        (128, 2, Config(128, 32, 8, 2), Config(128, 32, 8, 2)),
+        (64, 2, Config(128, 64, 8, 2), Config(128, 32, 8, 2)),
+        (128, 2, Config(128, 32, 8, 2), Config(64, 32, 4, 2)),
         (256, 2, Config(64, 32, 4, 1), Config(64, 32, 4, 1)),
         (64, 8, Config(64, 32, 4, 1), Config(64, 32, 4, 1)),
-        (256, 8, Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
+        (256, 8, Config(32, 16, 4, 1), Config(32, 16, 4, 1)),
     ),
 }
 
@@ -103,9 +104,7 @@ def configure(head_dim: int, itemsize: int, masked: bool, target: Target) -> Con
 CONFIGS = tuple(dict.fromkeys(config for rows in TABLE.values() for row in rows for config in row[2:]))
 
 
-def reference(
-    q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     sizes = SPEC.axes({"q": q, "k": k, "v": v, "mask": mask, "causal": causal, "scale": scale})
     acc = accumulate_dtype(q.dtype)
     logits, hidden = shared.reference_logits(q, k, mask, causal, scale)
@@ -125,11 +124,11 @@ def reference(
 def _logits(
     q, k, mask, b, kvh, n, rows, SEQ, CONTEXT, stride_kb, stride_ks, stride_kh, stride_ms, stride_mk, scale,
     D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, PER_ROW: tl.constexpr,
-    TMA: tl.constexpr, CHECK: tl.constexpr, ACC: tl.constexpr,
+    TMA: tl.constexpr, CHECK: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Logits of key block n, unscaled (base-2 units if MASK is 2). CHECK: the block may reach past the causal or ragged edge."""
     kt = load_rows(k, b, kvh, n * BN, CONTEXT, stride_kb, stride_ks, stride_kh, BN, D, DP, TMA, CHECK)
-    s = tl.dot(q, kt.T, input_precision="ieee", out_dtype=ACC)
+    s = tl.dot(q, kt.T, input_precision=PRECISION, out_dtype=ACC)
     cols = n * BN + tl.arange(0, BN)
     if MASK == 2:
         s = s * scale
@@ -147,7 +146,7 @@ def _logits(
 def _accumulate(
     s, v, mask, b, kvh, n, m, l, acc, CONTEXT, stride_vb, stride_vs, stride_vh, stride_mk, scale,
     D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr, PER_ROW: tl.constexpr,
-    TMA: tl.constexpr, CHECK: tl.constexpr, ACC: tl.constexpr,
+    TMA: tl.constexpr, CHECK: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One online-softmax step: key block n with logits s into the running maximum m (base 2), sum l and output acc."""
     if MASK == 2:
@@ -164,7 +163,7 @@ def _accumulate(
     vt = load_rows(v, b, kvh, n * BN, CONTEXT, stride_vb, stride_vs, stride_vh, BN, D, DP, TMA, CHECK)
     if MASK and not PER_ROW:
         vt = tl.where(attended(mask, n * BN + tl.arange(0, BN), CONTEXT, stride_mk, MASK)[:, None], vt, 0.0)
-    acc = tl.dot(p.to(vt.dtype), vt, acc, input_precision="ieee", out_dtype=ACC)
+    acc = tl.dot(p.to(vt.dtype), vt, acc, input_precision=PRECISION, out_dtype=ACC)
     return new, l, acc
 
 
@@ -175,7 +174,7 @@ def _forward_kernel(
     stride_mb, stride_mh, stride_ms, stride_mk,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, NS: tl.constexpr, AHEAD: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, PER_ROW: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr,
-    EXACT_SCALE: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT_SCALE: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     bh = pid % BATCH_HEADS
@@ -204,38 +203,38 @@ def _forward_kernel(
     acc = tl.zeros([BM, DP], ACC)
     if AHEAD:
         s = _logits(qt, k, mask, b, kvh, end - 1, rows, SEQ, CONTEXT, stride_kb, stride_ks, stride_kh, stride_ms, stride_mk,
-                    scale, D, DP, BN, CAUSAL, MASK, PER_ROW, TMA, True, ACC)  # fmt: skip
+                    scale, D, DP, BN, CAUSAL, MASK, PER_ROW, TMA, True, ACC, PRECISION)  # fmt: skip
         if CAUSAL:
             for i in tl.range(0, end - 1 - full, num_stages=NS):
                 n = end - 2 - i
                 ahead = _logits(qt, k, mask, b, kvh, n, rows, SEQ, CONTEXT, stride_kb, stride_ks, stride_kh, stride_ms, stride_mk,
-                                scale, D, DP, BN, CAUSAL, MASK, PER_ROW, TMA, True, ACC)  # fmt: skip
+                                scale, D, DP, BN, CAUSAL, MASK, PER_ROW, TMA, True, ACC, PRECISION)  # fmt: skip
                 m, l, acc = _accumulate(s, v, mask, b, kvh, n + 1, m, l, acc, CONTEXT, stride_vb, stride_vs, stride_vh, stride_mk,
-                                        scale, D, DP, BN, MASK, PER_ROW, TMA, True, ACC)  # fmt: skip
+                                        scale, D, DP, BN, MASK, PER_ROW, TMA, True, ACC, PRECISION)  # fmt: skip
                 s = ahead
         last = tl.minimum(full, end - 1)  # the block that s is of
         for i in tl.range(0, last, num_stages=NS):
             n = last - 1 - i
             ahead = _logits(qt, k, mask, b, kvh, n, rows, SEQ, CONTEXT, stride_kb, stride_ks, stride_kh, stride_ms, stride_mk,
-                            scale, D, DP, BN, CAUSAL, MASK, PER_ROW, TMA, False, ACC)  # fmt: skip
+                            scale, D, DP, BN, CAUSAL, MASK, PER_ROW, TMA, False, ACC, PRECISION)  # fmt: skip
             m, l, acc = _accumulate(s, v, mask, b, kvh, n + 1, m, l, acc, CONTEXT, stride_vb, stride_vs, stride_vh, stride_mk,
-                                    scale, D, DP, BN, MASK, PER_ROW, TMA, True, ACC)  # fmt: skip
+                                    scale, D, DP, BN, MASK, PER_ROW, TMA, True, ACC, PRECISION)  # fmt: skip
             s = ahead
         m, l, acc = _accumulate(s, v, mask, b, kvh, 0, m, l, acc, CONTEXT, stride_vb, stride_vs, stride_vh, stride_mk,
-                                scale, D, DP, BN, MASK, PER_ROW, TMA, True, ACC)  # fmt: skip
+                                scale, D, DP, BN, MASK, PER_ROW, TMA, True, ACC, PRECISION)  # fmt: skip
     else:
         for i in tl.range(0, end - full, num_stages=NS):
             n = end - 1 - i
             s = _logits(qt, k, mask, b, kvh, n, rows, SEQ, CONTEXT, stride_kb, stride_ks, stride_kh, stride_ms, stride_mk,
-                        scale, D, DP, BN, CAUSAL, MASK, PER_ROW, TMA, True, ACC)  # fmt: skip
+                        scale, D, DP, BN, CAUSAL, MASK, PER_ROW, TMA, True, ACC, PRECISION)  # fmt: skip
             m, l, acc = _accumulate(s, v, mask, b, kvh, n, m, l, acc, CONTEXT, stride_vb, stride_vs, stride_vh, stride_mk,
-                                    scale, D, DP, BN, MASK, PER_ROW, TMA, True, ACC)  # fmt: skip
+                                    scale, D, DP, BN, MASK, PER_ROW, TMA, True, ACC, PRECISION)  # fmt: skip
         for i in tl.range(0, full, num_stages=NS):
             n = full - 1 - i
             s = _logits(qt, k, mask, b, kvh, n, rows, SEQ, CONTEXT, stride_kb, stride_ks, stride_kh, stride_ms, stride_mk,
-                        scale, D, DP, BN, CAUSAL, MASK, PER_ROW, TMA, False, ACC)  # fmt: skip
+                        scale, D, DP, BN, CAUSAL, MASK, PER_ROW, TMA, False, ACC, PRECISION)  # fmt: skip
             m, l, acc = _accumulate(s, v, mask, b, kvh, n, m, l, acc, CONTEXT, stride_vb, stride_vs, stride_vh, stride_mk,
-                                    scale, D, DP, BN, MASK, PER_ROW, TMA, False, ACC)  # fmt: skip
+                                    scale, D, DP, BN, MASK, PER_ROW, TMA, False, ACC, PRECISION)  # fmt: skip
     tl.store(lse + bh.to(tl.int64) * SEQ + rows, (m + tl.math.log2(l)) * 0.6931471805599453, rows < SEQ)
     acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
     d = tl.arange(0, DP)
@@ -243,9 +242,7 @@ def _forward_kernel(
     tl.store(at, acc.to(out.dtype.element_ty), (rows < SEQ)[:, None] & (d < D)[None, :])
 
 
-def launch(
-    q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def launch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     args = {"q": q, "k": k, "v": v, "mask": mask, "causal": causal, "scale": scale}
     sizes = SPEC.axes(args)
     out, lse = SPEC.empty(args, sizes)
@@ -265,8 +262,8 @@ def launch(
             _forward_kernel, (cdiv(seq, bm) * batch_heads,),
             (*operands, mask_arg, out, lse, scale * shared.LOG2E, seq, context, heads, sizes["group"], batch_heads,
              *shared.row_strides(q, tma), *shared.row_strides(k, tma), *shared.row_strides(v, tma), *mask_strides),
-            {"D": head_dim, "DP": dp, "BM": bm, "BN": bn, "NS": config.num_stages, "AHEAD": config.ahead, "CAUSAL": causal, **mask_constexprs,
-             "TMA": tma, **shared.scale_facts(scale * shared.LOG2E, q.dtype),
+            {"D": head_dim, "DP": dp, "BM": bm, "BN": bn, "NS": config.num_stages, "AHEAD": config.ahead, "CAUSAL": causal,
+             **mask_constexprs, "TMA": tma, **shared.numerics(scale * shared.LOG2E, q.dtype, target),
              "num_warps": config.num_warps, "num_stages": config.num_stages},
         )  # fmt: skip
     return out, lse

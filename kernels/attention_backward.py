@@ -17,7 +17,6 @@ grad_out, delta and shift and writes its gradients.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Optional
 
 import torch
 from einops import einsum, rearrange
@@ -26,7 +25,8 @@ from torch import Tensor
 from . import _attention as shared
 from ._attention import apply_mask, attended, load_rows
 from ._lang import cdiv, next_power_of_2, tl, triton
-from ._launch import descriptor, launch as _launch, on_device
+from ._launch import descriptor, on_device
+from ._launch import launch as _launch
 from ._spec import Args, Op, Sizes, Spec, Stage, Write, accumulate_dtype, flag
 from ._target import Target, target_of
 
@@ -91,22 +91,22 @@ Row = tuple[int, int, tuple[Config, Config], tuple[Config, Config]]
 TABLE: dict[str, tuple[Row, ...]] = {
     # H200, 2026-11-29, bf16, D=128: kv 64x128 w8 s2 and q 128x64 w8 s3 gave 370-404 TFLOP/s for the whole backward.
     "hopper": (
-        (128, 2, (Config(64, 128, 8, 2), Config(128, 64, 8, 3)), (Config(64, 64, 8, 2), Config(64, 64, 8, 2))),
+        (128, 2, (Config(64, 128, 8, 2), Config(128, 64, 8, 3)), (Config(64, 64, 8, 2), Config(128, 64, 8, 2))),
         (256, 2, (Config(32, 64, 8, 1), Config(64, 32, 8, 1)), (Config(32, 64, 8, 1), Config(64, 32, 8, 1))),
-        (64, 8, (Config(32, 32, 4, 1), Config(32, 32, 4, 1)), (Config(32, 32, 4, 1), Config(32, 32, 4, 1))),
+        (64, 8, (Config(16, 64, 4, 1), Config(64, 32, 4, 1)), (Config(16, 64, 4, 1), Config(64, 32, 4, 1))),
         (256, 8, (Config(16, 16, 4, 1), Config(16, 16, 4, 1)), (Config(16, 16, 4, 1), Config(16, 16, 4, 1))),
     ),
     # Not measured: the largest tiles that compile for sm_80 without spilling.
     "ampere": (
-        (64, 2, (Config(64, 64, 8, 2), Config(64, 64, 8, 2)), (Config(32, 64, 8, 2), Config(64, 32, 8, 2))),
-        (128, 2, (Config(32, 64, 8, 2), Config(64, 32, 8, 2)), (Config(32, 64, 8, 1), Config(64, 32, 8, 1))),
+        (64, 2, (Config(64, 128, 8, 2), Config(64, 64, 8, 2)), (Config(32, 64, 4, 2), Config(64, 32, 8, 2))),
+        (128, 2, (Config(64, 64, 8, 2), Config(64, 64, 8, 2)), (Config(32, 64, 8, 2), Config(64, 64, 8, 1))),
         (256, 2, (Config(32, 32, 8, 1), Config(32, 32, 8, 1)), (Config(32, 32, 8, 1), Config(32, 32, 8, 1))),
         (64, 8, (Config(32, 32, 4, 1), Config(32, 32, 4, 1)), (Config(32, 32, 4, 1), Config(32, 32, 4, 1))),
         (256, 8, (Config(16, 16, 4, 1), Config(16, 16, 4, 1)), (Config(16, 16, 4, 1), Config(16, 16, 4, 1))),
     ),
     # Not measured: as above, within the 99 KB of sm_86 and the 64 KB of gfx942.
     "small": (
-        (64, 2, (Config(64, 64, 8, 1), Config(64, 64, 8, 1)), (Config(32, 64, 8, 1), Config(64, 32, 8, 1))),
+        (64, 2, (Config(64, 64, 8, 1), Config(64, 64, 8, 1)), (Config(32, 64, 4, 1), Config(64, 32, 8, 1))),
         (128, 2, (Config(32, 64, 8, 1), Config(64, 32, 8, 1)), (Config(32, 64, 8, 1), Config(64, 32, 8, 1))),
         (256, 2, (Config(32, 32, 8, 1), Config(32, 32, 8, 1)), (Config(32, 32, 8, 1), Config(32, 32, 8, 1))),
         (64, 8, (Config(32, 32, 4, 1), Config(32, 32, 4, 1)), (Config(32, 32, 4, 1), Config(32, 32, 4, 1))),
@@ -126,7 +126,7 @@ CONFIGS = tuple(dict.fromkeys(pair for rows in TABLE.values() for row in rows fo
 
 
 def reference(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], out: Tensor, lse: Tensor,
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor,
     causal: bool, scale: float, need_q: bool, need_k: bool, need_v: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     acc, kv_heads = accumulate_dtype(q.dtype), k.shape[2]
@@ -143,9 +143,7 @@ def reference(
     delta = rearrange(delta, "batch (kv_heads group) seq -> batch kv_heads group seq 1", kv_heads=kv_heads)
     ds = p * (torch.matmul(grad, values.transpose(-1, -2)) - delta) * scale
     back = "batch kv_heads group seq head_dim -> batch seq (kv_heads group) head_dim"
-    to_keys = (
-        "batch kv_heads group seq context, batch kv_heads group seq head_dim -> batch context kv_heads head_dim"
-    )
+    to_keys = "batch kv_heads group seq context, batch kv_heads group seq head_dim -> batch context kv_heads head_dim"
     none = q.new_empty(0)
     return (
         rearrange(torch.matmul(ds, keys), back).to(q.dtype).contiguous() if need_q else none,
@@ -180,7 +178,7 @@ def _kv_kernel(
     stride_gb, stride_gs, stride_gh, stride_mb, stride_mh, stride_ms, stride_mk,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, NS: tl.constexpr, CAUSAL: tl.constexpr,
     MASK: tl.constexpr, PER_ROW: tl.constexpr, TMA: tl.constexpr, NEED_K: tl.constexpr, NEED_V: tl.constexpr,
-    ACC: tl.constexpr, EXACT_SCALE: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, EXACT_SCALE: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     n = pid // BATCH_KV  # longest first when causal
@@ -208,8 +206,7 @@ def _kv_kernel(
         gt = load_rows(grad_out, b, h, row, SEQ, stride_gb, stride_gs, stride_gh, BM, D, DP, TMA, True)
         sh = tl.load(shift + at, rows < SEQ, other=float("inf"))
         de = tl.load(delta + at, rows < SEQ, other=0.0)
-        s = tl.dot(kt, qt.T, input_precision="ieee", out_dtype=ACC)
-        dp = tl.dot(vt, gt.T, input_precision="ieee", out_dtype=ACC)
+        s = tl.dot(kt, qt.T, input_precision=PRECISION, out_dtype=ACC)
         s = s * scale_log2
         if MASK:
             at_head = mask + (b.to(tl.int64) * stride_mb + h.to(tl.int64) * stride_mh)
@@ -217,11 +214,12 @@ def _kv_kernel(
         p = tl.math.exp2(s - sh[None, :])
         if CAUSAL:
             p = tl.where((rows + (CONTEXT - SEQ))[None, :] >= cols[:, None], p, 0.0)
-        dv = tl.dot(p.to(gt.dtype), gt, dv, input_precision="ieee", out_dtype=ACC)
+        dv = tl.dot(p.to(gt.dtype), gt, dv, input_precision=PRECISION, out_dtype=ACC)
+        dp = tl.dot(vt, gt.T, input_precision=PRECISION, out_dtype=ACC)
         ds = p * (dp - de[None, :])
         if MASK:  # a hidden value may be NaN
             ds = tl.where(p == 0.0, 0.0, ds)
-        dk = tl.dot(ds.to(qt.dtype), qt, dk, input_precision="ieee", out_dtype=ACC)
+        dk = tl.dot(ds.to(qt.dtype), qt, dk, input_precision=PRECISION, out_dtype=ACC)
     d = tl.arange(0, DP)
     at = ((b.to(tl.int64) * CONTEXT + cols) * KV_HEADS + kvh)[:, None] * D + d[None, :]
     ok = (cols < CONTEXT)[:, None] & (d < D)[None, :]
@@ -236,7 +234,7 @@ def _q_block(
     qt, gt, sh, de, dq, k, v, mask, b, kvh, n, rows, SEQ, CONTEXT,
     stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_ms, stride_mk, scale_log2,
     D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, PER_ROW: tl.constexpr,
-    TMA: tl.constexpr, CHECK: tl.constexpr, ACC: tl.constexpr,
+    TMA: tl.constexpr, CHECK: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq plus the part of key block n. CHECK: the block may reach past the causal or ragged edge."""
     cols = n * BN + tl.arange(0, BN)
@@ -244,8 +242,8 @@ def _q_block(
     vt = load_rows(v, b, kvh, n * BN, CONTEXT, stride_vb, stride_vs, stride_vh, BN, D, DP, TMA, CHECK)
     if MASK and not PER_ROW:  # hidden keys may hold NaN
         kt = tl.where(attended(mask, cols, CONTEXT, stride_mk, MASK)[:, None], kt, 0.0)
-    s = tl.dot(qt, kt.T, input_precision="ieee", out_dtype=ACC)
-    dp = tl.dot(gt, vt.T, input_precision="ieee", out_dtype=ACC)
+    s = tl.dot(qt, kt.T, input_precision=PRECISION, out_dtype=ACC)
+    dp = tl.dot(gt, vt.T, input_precision=PRECISION, out_dtype=ACC)
     s = s * scale_log2
     if MASK:
         s = apply_mask(s, mask, rows[:, None], cols[None, :], SEQ, CONTEXT, stride_ms, stride_mk, MASK, PER_ROW)
@@ -258,7 +256,7 @@ def _q_block(
     ds = p * (dp - de[:, None])
     if MASK:
         ds = tl.where(p == 0.0, 0.0, ds)
-    return tl.dot(ds.to(kt.dtype), kt, dq, input_precision="ieee", out_dtype=ACC)
+    return tl.dot(ds.to(kt.dtype), kt, dq, input_precision=PRECISION, out_dtype=ACC)
 
 
 @triton.jit
@@ -267,7 +265,8 @@ def _q_kernel(
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_gb, stride_gs, stride_gh, stride_mb, stride_mh, stride_ms, stride_mk,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, NS: tl.constexpr, CAUSAL: tl.constexpr,
-    MASK: tl.constexpr, PER_ROW: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, EXACT_SCALE: tl.constexpr,
+    MASK: tl.constexpr, PER_ROW: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    EXACT_SCALE: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     bh = pid % BATCH_HEADS
@@ -297,18 +296,18 @@ def _q_kernel(
     for n in tl.range(0, full, num_stages=NS):
         dq = _q_block(qt, gt, sh, de, dq, k, v, mask, b, kvh, n, rows, SEQ, CONTEXT,
                       stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_ms, stride_mk, scale_log2,
-                      D, DP, BN, CAUSAL, MASK, PER_ROW, TMA, False, ACC)  # fmt: skip
+                      D, DP, BN, CAUSAL, MASK, PER_ROW, TMA, False, ACC, PRECISION)  # fmt: skip
     for n in tl.range(full, end, num_stages=1):
         dq = _q_block(qt, gt, sh, de, dq, k, v, mask, b, kvh, n, rows, SEQ, CONTEXT,
                       stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_ms, stride_mk, scale_log2,
-                      D, DP, BN, CAUSAL, MASK, PER_ROW, TMA, True, ACC)  # fmt: skip
+                      D, DP, BN, CAUSAL, MASK, PER_ROW, TMA, True, ACC, PRECISION)  # fmt: skip
     d = tl.arange(0, DP)
     at = ((b.to(tl.int64) * SEQ + rows) * HEADS + h)[:, None] * D + d[None, :]
     tl.store(grad_q + at, (dq * scale).to(grad_q.dtype.element_ty), (rows < SEQ)[:, None] & (d < D)[None, :])
 
 
 def launch(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], out: Tensor, lse: Tensor,
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor,
     causal: bool, scale: float, need_q: bool, need_k: bool, need_v: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     args = {"q": q, "k": k, "v": v, "mask": mask, "grad_out": grad_out, "out": out, "lse": lse, "causal": causal,
@@ -332,7 +331,7 @@ def launch(
     mask_arg, mask_strides, mask_constexprs = shared.mask_facts(mask)
     strides = tuple(stride for t in (q, k, v, grad_out) for stride in shared.row_strides(t, tma)) + mask_strides
     shapes = {"D": head_dim, "DP": dp}
-    numerics = shared.scale_facts(scale, q.dtype)
+    numerics = shared.numerics(scale, q.dtype, target)
 
     def operands(config: Config) -> list[object]:
         rows = ((q, config.block_m), (k, config.block_n), (v, config.block_n), (grad_out, config.block_m))
