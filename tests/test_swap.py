@@ -283,6 +283,19 @@ def test_deepcopy() -> None:
     assert fusedblock.unfuse(other) == 2 and all(map(is_fused, model.model.layers))
 
 
+def test_deepcopy_of_a_class_made_from_ours() -> None:
+    model = tiny()
+    fusedblock.fuse(model)
+    layer = model.model.layers[0]
+    layer.__class__ = type("WrappedLlamaDecoderLayer", (type(layer),), {})
+    want = logits(model)
+    other = copy.deepcopy(model)
+    assert type(other.model.layers[0]) is type(layer) and torch.equal(logits(other), want)
+    with torch.no_grad():
+        other.model.layers[0].mlp.up_proj.weight.mul_(2)
+    assert not torch.equal(logits(other), want) and torch.equal(logits(model), want)
+
+
 def test_pickle() -> None:
     """Rule 4: the dynamic class cannot be imported, so the original class is named and the copy is fused again."""
     model = tiny()
