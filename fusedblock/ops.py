@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import register_flop_formula
 
 from fusedblock.kernels import attention as _attention
+from fusedblock.kernels import decode_attention as _decode_attention
 from fusedblock.kernels import gated_mlp as _gated_mlp
 from fusedblock.kernels import linear as _linear
 from fusedblock.kernels import norm as _norm
@@ -29,9 +30,12 @@ from fusedblock.kernels._spec import Cost, Op, ShapeError
 from fusedblock.kernels._target import Target, override, target_of
 
 __all__ = [
-    "COSTS", "OPS", "ShapeError", "Target", "attention", "define", "define_composite", "direct", "dispatched", "empty",
+    "COSTS", "OPS", "ShapeError", "DECODE_ROWS", "Target", "attention", "define", "define_composite", "direct", "dispatched", "empty",
     "gated_mlp", "linear", "normalise_mask", "qkv_rope", "rms_norm", "target_of",
 ]  # fmt: skip
+
+# Queries times heads of a group up to this many take the split-KV kernel: a tile of them leaves most of the GPU idle.
+DECODE_ROWS = _decode_attention.MAX_ROWS
 
 _LIBRARY = torch.library.Library("fusedblock", "DEF")
 OPS: dict[str, Op] = {}
@@ -144,7 +148,10 @@ def dispatched(name: str, *args: Any) -> tuple[Any, ...]:
 def direct(name: str, *args: Any) -> tuple[Tensor, ...]:
     """The results of an op without the dispatcher: kernels or reference, as run does."""
     op = OPS[name]
-    return (op.launch if runs_kernels(args[0]) else op.reference)(*args)
+    if runs_kernels(args[0]):
+        return op.launch(*args)
+    op.spec.axes(_bound(op, args))
+    return op.reference(*args)
 
 
 def _bound(op: Op, args: Sequence[Any]) -> dict[str, Any]:
@@ -198,6 +205,7 @@ _linear_op = _register(_linear.OP)
 _qkv_rope_op = _register(_qkv_rope.OP)
 _gated_mlp_op = _register(_gated_mlp.OP)
 _attention_op = _register(_attention.OP)
+_register(_decode_attention.OP)
 
 
 def _wants_grad(*tensors: Tensor | None) -> bool:

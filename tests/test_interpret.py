@@ -28,6 +28,19 @@ def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @triton.jit
+def block_and_scalar_mask_kernel(x, M, N, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(x + i, 1.0, (i < M) & (tl.program_id(0) * BLOCK < N))
+
+
+def test_mask_of_a_block_and_a_scalar():
+    x = torch.zeros(32)
+    with interpret():
+        block_and_scalar_mask_kernel[(1,)](x, 20, 32, BLOCK=32)
+    assert x.tolist() == [1.0] * 20 + [0.0] * 12
+
+
+@triton.jit
 def arithmetic_kernel(x, y, out, N, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
     a = tl.load(x + i)

@@ -61,7 +61,7 @@ def _back(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, q: Tensor, k:
           causal: bool, training: bool) -> Tensor:  # fmt: skip
     steps = _plan(spec, x, k.shape[1], training, mask is not None)
     rows = x.reshape(-1, spec.hidden)
-    attend = "decode_attention" if steps.decode and "decode_attention" in ops.OPS else "attention"
+    attend = "decode_attention" if steps.decode else "attention"
     a, _ = call(attend, q, k, v, mask, causal, spec.scale)
     gamma = w.post_norm if steps.row_statistics else None
     h, y, sumsq = call("linear", a.reshape(rows.shape[0], spec.heads * spec.head_dim), w.o, w.o_bias, rows, gamma)

@@ -10,13 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from fusedblock.ops import Target
+from fusedblock.ops import DECODE_ROWS, Target
 
 # Up to this many rows the second norm rides on its neighbours' epilogues. Beyond, its own launch is cheaper: at 4096 rows of an
 # 8B layer it takes 19 us on an H200, the statistics in the epilogues 90 us (2026-11-29).
 STATISTICS_ROWS = 64
-# Queries up to this many take the split-KV decode kernel: a tile of them would leave most of the GPU idle.
-DECODE_SEQ = 16
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ def plan(
 
     training: gradients are wanted. masked: an explicit mask comes with the call. Pure: equal arguments give an equal plan.
     """
-    decode = not training and seq <= DECODE_SEQ
+    decode = not training and seq * (spec.heads // spec.kv_heads) <= DECODE_ROWS
     # Why the second norm is a launch of its own; None where it is not. fp16: out * norm_weight has no bounded range.
     apart = (
         "training keeps the normalised rows for the weight gradients" if training

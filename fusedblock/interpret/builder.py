@@ -60,6 +60,13 @@ def _handle(data: np.ndarray, dtype: Any) -> TensorHandle:
     return TensorHandle(data, dtype)
 
 
+def _as_bool(mask: Any) -> Any:
+    """A mask as numpy bools: triton 3.9 computes `block & scalar` of int1 in a wider integer and then refuses it."""
+    if isinstance(mask, TensorHandle) and mask.data.dtype != np.bool_:
+        return TensorHandle(mask.data.astype(np.bool_), tl.int1)
+    return mask
+
+
 class Builder(stock.InterpreterBuilder):
     """Triton's numpy builder with bf16, rounding, NaN rules and memory accesses as on a GPU."""
 
@@ -147,11 +154,11 @@ class Builder(stock.InterpreterBuilder):
     # Loads and stores, plain and through descriptors, all end here; the trailing arguments differ between versions.
     def create_masked_load(self, ptrs: TensorHandle, mask: Any, *rest: Any, **options: Any) -> TensorHandle:
         self._access("load", ptrs, mask)
-        return super().create_masked_load(ptrs, mask, *rest, **options)
+        return super().create_masked_load(ptrs, _as_bool(mask), *rest, **options)
 
     def create_masked_store(self, ptrs: TensorHandle, value: TensorHandle, mask: Any, *rest: Any, **options: Any) -> Any:
         self._access("store", ptrs, mask)
-        return super().create_masked_store(ptrs, value, mask, *rest, **options)
+        return super().create_masked_store(ptrs, value, _as_bool(mask), *rest, **options)
 
     def create_atomic_cas(self, ptr: TensorHandle, *rest: Any) -> TensorHandle:
         self._access("atomic", ptr, None)
