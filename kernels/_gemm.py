@@ -129,7 +129,9 @@ def options(config: Config) -> dict[str, Any]:
 def usable(config: Config, *operands: Tensor) -> Config:
     """config, or its pointer form where an operand's address or strides rule descriptors out."""
     if config.tma and not tma_ready(*operands):
-        return Config(config.block_m, min(config.block_n, 128), config.block_k, config.num_warps, config.num_stages, config.group)
+        n = min(config.block_n, 128)
+        warps = 8 if config.block_m * n >= 128 * 128 else config.num_warps  # addresses and masks take registers
+        return Config(config.block_m, n, config.block_k, warps, config.num_stages, config.group)
     return config
 
 

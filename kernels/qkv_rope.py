@@ -198,8 +198,11 @@ def padded_head(head_dim: int) -> int:
     return 2 * next_power_of_2(head_dim // 2)
 
 
-def _config(m: int, head_dim: int, x: Tensor, operands: list[Tensor]) -> Config:
+def _config(m: int, head_dim: int, x: Tensor, cos: Tensor, operands: list[Tensor]) -> Config:
     c = configure(m, x.element_size(), target_of(x.device), "nt")
+    if c.tma and c.block_m * c.block_n >= 128 * 128 and cos.element_size() > x.element_size():
+        # Wide tables: 128x256 takes 240 KB of shared memory with them, and four warps spill at 128x128.
+        c = Config(c.block_m, 128, c.block_k, 8, 4, c.group, tma=True)
     if c.tma and (padded_head(head_dim) != head_dim or c.block_n % head_dim):
         operands = [x[:0]]  # padded columns are gathered by pointers
     return usable(c, *operands)
@@ -221,7 +224,7 @@ def launch(
     flat = [q.view(m, nq), k.view(m, nk), v.view(m, nk)] if m else []
     if not flat:
         return q, k, v
-    c = _config(m, head_dim, rows, [rows, *weights, *flat])
+    c = _config(m, head_dim, rows, cos, [rows, *weights, *flat])
     hp = padded_head(head_dim)
     parts, per_tile = max(1, hp // c.block_n), max(1, c.block_n // hp)
     tiles = cdiv(m, c.block_m) * sum(cdiv(n // head_dim * parts, per_tile) for n in (nq, nk, nk))

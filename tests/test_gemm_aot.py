@@ -1,0 +1,178 @@
+"""Every shipped config compiled ahead of time for GPUs that are not here: it fits, uses matrix units, and does not spill.
+
+spills_gemm.json holds the spill bytes that are known and tolerated. An entry may shrink or go; a new or larger one is a bug.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import aot
+import pytest
+import torch
+from op_cases import only_config
+from torch import Tensor
+
+from fusedblock.kernels import _gemm, norm
+from fusedblock.kernels._target import TARGETS
+from fusedblock.ops import OPS
+
+SPILLS: dict[str, int] = json.loads((Path(__file__).parent / "spills_gemm.json").read_text())
+HALVES = (torch.bfloat16, torch.float16)
+# Sizes of an 8B Llama; a row count that is no multiple of anything.
+TOKENS, HIDDEN, FFN, HEAD_DIM = 4099, 4096, 14336, 128
+
+
+def meta(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def launch(form: str, dtype: torch.dtype) -> None:
+    """One launch of each form a kernel is used in, with all its optional arguments or none."""
+    x, wide, vector = meta(dtype, TOKENS, HIDDEN), meta(dtype, FFN, HIDDEN), meta(dtype, HIDDEN)
+    sums = meta(torch.float32, TOKENS, 32)
+    if form == "linear":
+        OPS["linear"].launch(x, meta(dtype, HIDDEN, HIDDEN), None, x, None)
+    elif form == "linear-full":
+        OPS["linear"].launch(x, meta(dtype, HIDDEN, HIDDEN), vector, x, vector)
+    elif form.startswith("qkv_rope"):
+        full = form.endswith("full")
+        q, kv, table = (
+            meta(dtype, HIDDEN, HIDDEN),
+            meta(dtype, HIDDEN // 4, HIDDEN),
+            meta(torch.float32, 1, TOKENS, HEAD_DIM // 2),
+        )
+        biases = (vector, vector[: HIDDEN // 4], vector[: HIDDEN // 4]) if full else (None, None, None)
+        OPS["qkv_rope"].launch(x[None], q, kv, kv, *biases, table, table, sums[None] if full else None, HEAD_DIM, 1e-5)
+    elif form == "gated_mlp":
+        OPS["gated_mlp"].launch(x, wide, wide, None, None, None, "silu", 1e-5, False)
+    elif form == "gated_mlp-save":
+        OPS["gated_mlp"].launch(x, wide, wide, None, None, None, "gelu_tanh", 1e-5, True)
+    elif form == "gated_mlp-full":
+        OPS["gated_mlp"].launch(x, wide, wide, wide[:, 0], wide[:, 0], sums, "gelu", 1e-5, False)
+    elif form == "grad_input":
+        _gemm.grad_input([x], [meta(dtype, HIDDEN, HIDDEN)], x)
+    elif form == "grad_input-three":
+        narrow, kv = meta(dtype, TOKENS, HIDDEN // 4), meta(dtype, HIDDEN // 4, HIDDEN)
+        _gemm.grad_input([x, narrow, narrow], [meta(dtype, HIDDEN, HIDDEN), kv, kv], x)
+    else:
+        _gemm.grad_weight(x, x, meta(dtype, HIDDEN, HIDDEN))
+
+
+FORMS = {
+    "nt": ("linear-full", "qkv_rope", "linear", "qkv_rope-full"),
+    "pair": ("gated_mlp-save", "gated_mlp-full", "gated_mlp"),
+    "nn": ("grad_input-three", "grad_input"),
+    "tn": ("grad_weight",),
+}
+
+
+def configs(name: str, itemsize: int) -> dict[str, list[_gemm.Config]]:
+    """Of each kind, as the table has them and in the pointer form that descriptors fall back to."""
+    return {
+        kind: list(dict.fromkeys(form for _, c in rows for form in (c, _gemm.usable(c, torch.empty(0)))))
+        for kind, rows in _gemm.tables(itemsize, TARGETS[name]).items()
+    }
+
+
+def key(name: str, dtype: torch.dtype, form: str, c: _gemm.Config) -> str:
+    tile = f"{c.block_m}x{c.block_n}x{c.block_k} w{c.num_warps} s{c.num_stages}"
+    return f"{name} {str(dtype).removeprefix('torch.')} {form} {tile} {'descriptors' if c.tma else 'pointers'}"
+
+
+def rows(quick: bool) -> list[Any]:
+    """Quick: bf16 on the two targets that must not spill, the first two forms of each kind."""
+    found = []
+    for name in ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942"):
+        for dtype in (*HALVES, torch.float32):
+            for kind, shipped in configs(name, dtype.itemsize).items():
+                for i, form in enumerate(FORMS[kind]):
+                    is_quick = name in ("sm_80", "sm_90") and dtype is torch.bfloat16 and (i == 0 or form == "qkv_rope")
+                    if is_quick == quick:
+                        found += [pytest.param(name, dtype, form, c, id=key(name, dtype, form, c)) for c in shipped]
+    return found
+
+
+def compiled(name: str, dtype: torch.dtype, form: str, config: _gemm.Config) -> list[Any]:
+    with only_config(config), aot.compile_only(TARGETS[name]) as kernels:
+        launch(form, dtype)
+    assert len(kernels) == 1
+    return kernels
+
+
+def check(name: str, dtype: torch.dtype, form: str, config: _gemm.Config) -> None:
+    kernels = compiled(name, dtype, form, config)
+    tolerated = SPILLS.get(key(name, dtype, form, config), 0)
+    assert tolerated == 0 or name not in ("sm_80", "sm_90") or dtype is torch.float32
+    found = aot.problems(kernels, TARGETS[name], wgmma=config.block_m >= 64, max_spill_bytes=tolerated)
+    assert not found
+    assert aot.has_narrow_dot(kernels[0]) == (dtype in HALVES)
+    if TARGETS[name].backend == "cuda":
+        assert (".tensormap" in kernels[0].asm["ptx"] or "cp.async.bulk.tensor" in kernels[0].asm["ptx"]) == config.tma
+
+
+@pytest.mark.parametrize(("name", "dtype", "form", "config"), rows(quick=True))
+def test_chosen_targets(name, dtype, form, config):
+    check(name, dtype, form, config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "dtype", "form", "config"), rows(quick=False))
+def test_every_target_form_and_dtype(name, dtype, form, config):
+    check(name, dtype, form, config)
+
+
+def test_tolerated_spills_are_of_shipped_configs():
+    """An entry whose config has gone must go too."""
+    existing = {p.id for quick in (True, False) for p in rows(quick)}
+    assert {*SPILLS} <= existing
+    assert all(bytes_ > 0 for bytes_ in SPILLS.values())
+
+
+# Rows of up to 16384 (Llama-3.1-405B's) stay in registers.
+@pytest.mark.parametrize("hidden", [64, 1000, 4096, pytest.param(8192, marks=pytest.mark.slow), 16384])
+@pytest.mark.parametrize("name", ["sm_80", "sm_90"])
+def test_rms_norm(name, hidden):
+    x, rstd = meta(torch.bfloat16, TOKENS, hidden), meta(torch.float32, TOKENS)
+    with aot.compile_only(TARGETS[name]) as kernels:
+        norm.launch(x, x[0], 1e-5, 0.0, True, True)
+        norm.backward_launch(x, x, x[0], rstd, 0.0, True, True)
+    assert len(kernels) == 3
+    assert aot.problems(kernels, TARGETS[name]) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hidden", [4096, norm.MAX_HIDDEN])
+@pytest.mark.parametrize("name", ["sm_86", "sm_100", "gfx942"])
+def test_rms_norm_compiles_everywhere(name, hidden):
+    """Larger rows may spill, but they run: shared memory fits."""
+    x, rstd = meta(torch.bfloat16, TOKENS, hidden), meta(torch.float32, TOKENS)
+    with aot.compile_only(TARGETS[name]) as kernels:
+        norm.launch(x, x[0], 1e-5, 1.0, False, True)
+        norm.backward_launch(x, x, x[0], rstd, 1.0, True, True)
+    assert aot.problems(kernels, TARGETS[name], max_spill_bytes=1 << 20) == []
+
+
+@pytest.mark.parametrize("name", ["sm_80", "sm_90"])
+def test_the_other_kernels(name):
+    """Elementwise and column sums: no dot, no spill."""
+    x, w, kv = meta(torch.bfloat16, TOKENS, 4096), meta(torch.bfloat16, 8192, 4096), meta(torch.bfloat16, 1024, 4096)
+    with aot.compile_only(TARGETS[name]) as kernels:
+        for activation in ("silu", "gelu", "gelu_tanh"):
+            g = meta(torch.bfloat16, TOKENS, 8192)
+            OPS["gated_mlp_backward"].launch(g, x, w, w, g, g, activation, False, False, False, True, False)
+        q, k = meta(torch.bfloat16, 1, TOKENS, 32, 128), meta(torch.bfloat16, 1, TOKENS, 8, 128)
+        table = meta(torch.float32, 1, TOKENS, 64)
+        OPS["qkv_rope_backward"].launch(q, k, k, x[None], w[:4096], kv, kv, table, table, 128, *[False] * 7)
+    assert sorted({k.name for k in kernels}) == ["_act_backward_kernel", "_turn_back_kernel", "sum_rows_kernel"]
+    assert aot.problems(kernels, TARGETS[name]) == []
+    assert not any(map(aot.has_narrow_dot, kernels))
+
+
+def test_config_knows_its_shared_memory():
+    """The estimate a table row was chosen by is not below what the compiler takes, but for its few barriers."""
+    for config in configs("sm_90", 2)["nt"]:
+        used = aot.resources(compiled("sm_90", torch.bfloat16, "linear", config)[0]).shared_bytes
+        assert used <= config.smem_bytes(2) + 256
