@@ -102,11 +102,14 @@ def _backward_kernel(
     per = tl.cdiv(TOKENS, tl.num_programs(0))
     col = tl.arange(0, BLOCK)
     mask = col < HIDDEN
-    w = tl.load(weight + col, mask, other=0.0).to(ACC) + weight_offset
+    if BLOCK <= 8192:
+        w = tl.load(weight + col, mask, other=0.0).to(ACC) + weight_offset
     dw = tl.zeros([BLOCK], ACC)
     first = (pid * per).to(tl.int64)
     for i in range(0, tl.minimum(per, TOKENS - pid * per)):
         row = first + i
+        if BLOCK > 8192:  # again for every row, from cache: kept in registers it makes rows of 16384 spill
+            w = tl.load(weight + col, mask, other=0.0).to(ACC) + weight_offset
         g = tl.load(grad_y + row * stride_g + col, mask, other=0.0).to(ACC)
         r = tl.load(rstd + row)
         xhat = tl.load(x + row * stride_x + col, mask, other=0.0).to(ACC) * r
