@@ -42,10 +42,11 @@ class BlockWeights(NamedTuple):
 
 
 def _plan(spec: BlockSpec, x: Tensor, context: int, training: bool, masked: bool) -> Plan:
-    target = ops.target_of(x.device)
-    return plan(
-        spec, batch=x.shape[0], seq=x.shape[1], context=context, dtype=x.dtype, training=training, target=target, masked=masked
-    )
+    target, (batch, seq) = ops.target_of(x.device), x.shape[:2]
+    # Sizes that torch.compile keeps symbolic have no hash.
+    symbolic = any(isinstance(n, torch.SymInt) for n in (batch, seq, context))
+    choose = plan.__wrapped__ if symbolic else plan
+    return choose(spec, batch=batch, seq=seq, context=context, dtype=x.dtype, training=training, target=target, masked=masked)
 
 
 def _front(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, cos: Tensor, sin: Tensor,

@@ -1,0 +1,375 @@
+"""A whole layer against a plain layer in float64, written here from torch's own functions, with and without gradients."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from op_cases import FEW_SMS, PATHS, assert_accurate, error, randn, recording, rotary_tables
+from torch import Tensor
+from torch.nn import functional as F
+
+from fusedblock import blocks
+from fusedblock.blocks import BlockSpec, BlockWeights
+from fusedblock.interpret import count_traffic
+from fusedblock.kernels._spec import ShapeError
+from fusedblock.kernels._target import override
+from fusedblock.ops import COSTS
+
+BF16 = torch.bfloat16
+LLAMA = BlockSpec(hidden=64, ffn=136, heads=4, kv_heads=2, head_dim=16, scale=0.25, eps=1e-5)
+GEMMA = replace(
+    LLAMA, hidden=40, ffn=72, heads=3, kv_heads=1, head_dim=24, activation="gelu_tanh", weight_offset=1.0, round_early=False
+)
+QWEN = replace(LLAMA, kv_heads=1, activation="gelu")
+
+
+def make_weights(spec: BlockSpec, dtype: torch.dtype, biases: bool = False, seed: int = 0) -> BlockWeights:
+    g = torch.Generator().manual_seed(seed)
+    q, kv, h, f = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.hidden, spec.ffn
+    shapes = [(h,), (q, h), (kv, h), (kv, h), (h, q), (h,), (f, h), (f, h), (h, f)]
+    tensors = [randn(*s, dtype=dtype, generator=g, scale=s[-1] ** -0.5 if len(s) == 2 else 1.0) for s in shapes]
+    rows = [q, kv, kv, h, f, f, h]
+    return BlockWeights(*tensors, *[randn(n, dtype=dtype, generator=g) if biases else None for n in rows])
+
+
+def inputs(spec: BlockSpec, dtype: torch.dtype, batch: int, seq: int, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    x = randn(batch, seq, spec.hidden, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+    return x, *rotary_tables(1, seq, spec.head_dim, dtype)
+
+
+def plain_layer(spec: BlockSpec, w: BlockWeights, x: Tensor, cos: Tensor, sin: Tensor, *, mask: Tensor | None = None,
+                causal: bool = True, update: Any = None) -> Tensor:  # fmt: skip
+    """What transformers computes for a pre-norm layer, in x's dtype."""
+
+    def norm(t: Tensor, weight: Tensor) -> Tensor:
+        accurate = t if t.dtype is torch.float64 else t.float()
+        return F.rms_norm(accurate, t.shape[-1:], None, spec.eps).to(t.dtype) * (weight + spec.weight_offset)
+
+    def heads(t: Tensor) -> Tensor:
+        return t.unflatten(-1, (-1, spec.head_dim)).transpose(1, 2)
+
+    def rotate(t: Tensor) -> Tensor:
+        a, b = t.chunk(2, -1)
+        return t * cos[:, None] + torch.cat((-b, a), -1) * sin[:, None]
+
+    y = norm(x, w.input_norm)
+    q, k, v = heads(F.linear(y, w.q, w.q_bias)), heads(F.linear(y, w.k, w.k_bias)), heads(F.linear(y, w.v, w.v_bias))
+    q, k = rotate(q), rotate(k)
+    if update is not None:
+        k, v = update(k, v)
+    group = spec.heads // spec.kv_heads
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    logits = q @ k.transpose(-1, -2) * spec.scale
+    seq, context = logits.shape[-2:]
+    visible = torch.ones(seq, context, dtype=torch.bool)
+    if causal:
+        visible = visible.tril(context - seq)
+    if mask is not None and mask.dtype is torch.bool:
+        visible = visible & (mask[:, None, None] if mask.dim() == 2 else mask)
+    elif mask is not None:
+        logits = logits + mask.to(logits.dtype)
+    p = logits.masked_fill(~visible, float("-inf")).softmax(-1).nan_to_num(0.0)  # a row that sees nothing gives 0
+    h = x + F.linear((p @ v).transpose(1, 2).flatten(2), w.o, w.o_bias)
+    y = norm(h, w.post_norm)
+    gate, up = F.linear(y, w.gate, w.gate_bias), F.linear(y, w.up, w.up_bias)
+    gate = (
+        F.silu(gate)
+        if spec.activation == "silu"
+        else F.gelu(gate, approximate="tanh" if spec.activation == "gelu_tanh" else "none")
+    )
+    return h + F.linear(gate * up, w.down, w.down_bias)
+
+
+def in_float64(value: Any) -> Any:
+    if isinstance(value, BlockWeights):
+        return BlockWeights(*map(in_float64, value))
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+class Cache:
+    """Keys and values from before, then the new ones: what HF's caches return."""
+
+    def __init__(self, spec: BlockSpec, dtype: torch.dtype, batch: int, past: int) -> None:
+        g = torch.Generator().manual_seed(9)
+        self.k, self.v = (randn(batch, spec.kv_heads, past, spec.head_dim, dtype=dtype, generator=g) for _ in "kv")
+        self.calls = 0
+
+    def __call__(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        return torch.cat((self.k.to(k.dtype), k), 2), torch.cat((self.v.to(v.dtype), v), 2)
+
+
+def run(
+    layer: Any, spec: BlockSpec, w: BlockWeights, given: tuple[Tensor, ...], gradients: bool, **options: Any
+) -> dict[str, Tensor]:
+    """The layer's result, and with gradients those of x and of every weight, by name."""
+    if not gradients:
+        with torch.no_grad():
+            return {"out": layer(spec, w, *given, **options)}
+    w = BlockWeights(*[None if t is None else t.detach().clone().requires_grad_() for t in w])
+    x = given[0].detach().clone().requires_grad_()
+    out = layer(spec, w, x, *given[1:], **options)
+    leaves = {"x": x, **{n: t for n, t in w._asdict().items() if t is not None}}
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(out.dtype)
+    return {
+        "out": out.detach(),
+        **{f"grad_{n}": g for n, g in zip(leaves, torch.autograd.grad(out, [*leaves.values()], upstream))},
+    }
+
+
+def compare(spec: BlockSpec, dtype: torch.dtype, target: str, *, batch: int = 1, seq: int = 37, biases: bool = False,
+            past: int | None = None, gradients: bool = False, **options: Any) -> dict[str, Tensor]:  # fmt: skip
+    w, given = make_weights(spec, dtype, biases), inputs(spec, dtype, batch, seq)
+    if past is not None:
+        options["update"] = Cache(spec, dtype, batch, past)
+    with recording(target) as launches:
+        got = run(blocks.forward, spec, w, given, gradients, **options)
+    assert launches
+    exact = {n: in_float64(v) for n, v in options.items()}
+    want = run(plain_layer, spec, in_float64(w), tuple(map(in_float64, given)), gradients, **exact)
+    plain = run(plain_layer, spec, w, given, gradients, **options)
+    assert_accurate(got, want, plain, dtype)
+    return got
+
+
+RUNS = [(torch.float32, "sm_90"), (torch.float16, "sm_90"), (BF16, "sm_90"), (BF16, "sm_80")]
+runs = pytest.mark.parametrize(("dtype", "target"), RUNS, ids=lambda v: str(v).removeprefix("torch."))
+SPECS = {"llama": (LLAMA, False), "gemma": (GEMMA, False), "biases": (QWEN, True)}
+
+
+@runs
+@pytest.mark.parametrize("name", SPECS)
+def test_forward(name, dtype, target):
+    """37 rows: where the dtype allows, the second norm rides on its neighbours."""
+    spec, biases = SPECS[name]
+    compare(spec, dtype, target, biases=biases)
+
+
+@runs
+def test_forward_of_many_rows(dtype, target):
+    compare(LLAMA, dtype, target, batch=2, seq=75)
+
+
+@runs
+@pytest.mark.parametrize("name", SPECS)
+def test_gradients(name, dtype, target):
+    spec, biases = SPECS[name]
+    compare(spec, dtype, target, biases=biases, gradients=True)
+
+
+def masks(batch: int, seq: int, context: int) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(4)
+    padding = torch.ones(batch, context, dtype=torch.bool)
+    padding[0, : context // 3] = False
+    blocked = torch.rand(batch, 1, seq, context, generator=g) < 0.7
+    blocked[..., 0] = True
+    return {
+        "padding": padding,
+        "rows": blocked,
+        "heads": torch.rand(1, 4, seq, context, generator=g) < 0.7,
+        "additive": torch.randn(1, 1, seq, context, generator=g).masked_fill(~blocked[:1], float("-inf")),
+    }
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("target", PATHS)
+@pytest.mark.parametrize("kind", ["padding", "rows", "heads", "additive"])
+def test_masks(kind, target, gradients):
+    compare(LLAMA, torch.float32, target, batch=2, seq=19, gradients=gradients, mask=masks(2, 19, 19)[kind])
+
+
+def test_without_causality():
+    compare(LLAMA, torch.float32, "sm_90", seq=19, causal=False)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize(("seq", "past"), [(19, 0), (19, 11), (1, 37), (3, 5)])
+def test_with_a_cache(seq, past, gradients):
+    """Prefill, a second chunk, one token: causal counts from the end of the context."""
+    compare(LLAMA, torch.float32, "sm_90", batch=2, seq=seq, past=past, gradients=gradients)
+
+
+def test_a_cache_and_padding():
+    compare(LLAMA, BF16, "sm_90", batch=2, seq=3, past=20, mask=masks(2, 3, 23)["padding"])
+
+
+def test_update_is_called_once_in_the_layout_of_transformers():
+    w, given = make_weights(LLAMA, BF16), inputs(LLAMA, BF16, 2, 5)
+    seen = []
+
+    def update(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append((k.shape, v.shape))
+        return k, v
+
+    with torch.no_grad():
+        cached = blocks.forward(LLAMA, w, *given, update=update)
+        assert torch.equal(cached, blocks.forward(LLAMA, w, *given))
+    assert seen == [((2, 2, 5, 16), (2, 2, 5, 16))]
+
+
+@pytest.mark.parametrize("interpreted", [False, True])
+def test_paths_with_and_without_gradients_agree(interpreted):
+    w, given = make_weights(LLAMA, torch.float32), inputs(LLAMA, torch.float32, 1, 37)
+    with recording("sm_90") if interpreted else torch.no_grad():
+        without = run(blocks.forward, LLAMA, w, given, False)["out"]
+        with torch.enable_grad():
+            with_ = run(blocks.forward, LLAMA, w, given, True)["out"]
+    assert error(with_, without.double()) < 2e-6
+
+
+def test_frozen_weights_take_the_path_without_gradients():
+    """Grad mode is on, yet nothing wants a gradient."""
+    w, given = make_weights(LLAMA, torch.float32), inputs(LLAMA, torch.float32, 1, 37)
+    with recording("sm_90") as launches:
+        out = blocks.forward(LLAMA, w, *given)
+    assert out.grad_fn is None
+    assert len(launches) == 6
+
+
+def test_frozen_weights_skip_their_gemms():
+    """Only x wants a gradient (an adapter below): no weight gradient is computed."""
+    w, given = make_weights(LLAMA, torch.float32), inputs(LLAMA, torch.float32, 1, 19)
+    x = given[0].requires_grad_()
+    with recording("sm_80") as launches:
+        blocks.forward(LLAMA, w, *given).sum().backward()
+    kernels = [launch.kernel for launch in launches]
+    assert kernels.count("grad_input_kernel") == 4
+    assert "grad_weight_kernel" not in kernels
+    assert "sum_rows_kernel" not in kernels
+    assert x.grad is not None
+    assert all(t.grad is None for t in w if t is not None)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize(("batch", "seq"), [(0, 5), (2, 0), (1, 1)])
+def test_empty_and_single(batch, seq, gradients):
+    w, given = make_weights(LLAMA, BF16), inputs(LLAMA, BF16, batch, seq)
+    with recording("sm_90"):
+        got = run(blocks.forward, LLAMA, w, given, gradients)
+    assert got["out"].shape == (batch, seq, LLAMA.hidden)
+    if batch * seq == 0 and gradients:
+        assert all(torch.equal(g, torch.zeros_like(g)) for n, g in got.items())
+    else:
+        want = run(plain_layer, LLAMA, in_float64(w), tuple(map(in_float64, given)), gradients)
+        assert all(error(got[n].double(), want[n]) < 0.05 for n in got)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_inputs_are_never_written(gradients):
+    w, given = make_weights(GEMMA, BF16, True), inputs(GEMMA, BF16, 2, 19)
+    kept = [t.clone() for t in (*w, *given)]
+    with recording("sm_90"):
+        run(blocks.forward, GEMMA, w, given, gradients)
+    assert all(torch.equal(a, b) for a, b in zip((*w, *given), kept))
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("interpreted", [False, True])
+def test_a_wrong_weight_is_named(interpreted, gradients):
+    given = inputs(LLAMA, BF16, 1, 5)
+    w = make_weights(LLAMA, BF16)._replace(up=torch.ones(135, 64, dtype=BF16))
+    message = "gated_mlp: up_weight (ffn hidden) has ffn=135, but ffn=136 so far"
+    with (
+        recording("sm_90") if interpreted else torch.no_grad(),
+        pytest.raises(ShapeError, match=re.escape(message)),
+        torch.enable_grad(),
+    ):
+        run(blocks.forward, LLAMA, w, given, gradients)
+
+
+# ---- the composite ops -----------------------------------------------------------------------------------------------------
+
+
+def numbers(spec: BlockSpec) -> tuple[Any, ...]:
+    return (spec.hidden, spec.ffn, spec.heads, spec.kv_heads, spec.head_dim, spec.scale, spec.eps, spec.activation,
+            spec.weight_offset, spec.round_early)  # fmt: skip
+
+
+def composite_arguments(name: str, dtype: torch.dtype, batch: int = 2, seq: int = 19, masked: bool = False) -> tuple[Any, ...]:
+    w = make_weights(LLAMA, dtype)
+    x, cos, sin = inputs(LLAMA, dtype, batch, seq)
+    mask = masks(batch, seq, seq)["rows"] if masked else None
+    if name == "block_front":
+        return (x, cos, sin, *w, *numbers(LLAMA))
+    if name == "block":
+        return (x, cos, sin, mask, True, *w, *numbers(LLAMA))
+    g = torch.Generator().manual_seed(3)
+    q, k, v = (randn(batch, seq, n, 16, dtype=dtype, generator=g) for n in (4, 2, 2))
+    return (x, q, k, v, mask, True, *w, *numbers(LLAMA))
+
+
+COMPOSITES = ("block", "block_front", "block_back")
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", COMPOSITES)
+def test_opcheck(name, masked):
+    torch.library.opcheck(getattr(torch.ops.fusedblock, name).default, composite_arguments(name, torch.float32, masked=masked))
+
+
+@pytest.mark.parametrize("target", PATHS)
+@pytest.mark.parametrize(("dtype", "batch", "seq"), [(BF16, 1, 37), (BF16, 2, 75), (torch.float16, 1, 37)])
+@pytest.mark.parametrize("name", COMPOSITES)
+def test_costs_of_a_composite_are_those_of_its_launches(name, dtype, batch, seq, target):
+    args = composite_arguments(name, dtype, batch, seq)
+    with override(FEW_SMS[target]):
+        costs = COSTS[name](*args)
+        steps = blocks.plan(LLAMA, batch=batch, seq=seq, context=seq, dtype=dtype, training=False, target=FEW_SMS[target])
+    with count_traffic(FEW_SMS[target]) as traffic:
+        getattr(torch.ops.fusedblock, name).default(*args)
+    assert [(c.read_bytes, c.written_bytes) for c in costs] == [(t.read_bytes, t.written_bytes) for t in traffic.launches]
+    planned = [step.op for step in steps.launches]
+    assert [c.name for c in costs] == {"block": planned, "block_front": planned[:2], "block_back": planned[2:]}[name]
+    assert len(planned) <= 7
+
+
+def test_costs_of_training_are_those_of_its_launches():
+    """The differentiable composition launches what the plan for training says."""
+    w, (x, cos, sin) = make_weights(LLAMA, BF16), inputs(LLAMA, BF16, 1, 37)
+    with count_traffic(FEW_SMS["sm_90"]) as traffic:
+        blocks.forward(LLAMA, w, x.requires_grad_(), cos, sin)
+    steps = blocks.plan(LLAMA, batch=1, seq=37, context=37, dtype=BF16, training=True, target=FEW_SMS["sm_90"])
+    assert len(traffic.launches) == len(steps.launches) == 7
+
+
+def compiled_runs(backend: str) -> None:
+    w, given = make_weights(LLAMA, torch.float32), inputs(LLAMA, torch.float32, 2, 5)
+    for options in (
+        {},
+        {"mask": masks(2, 5, 5)["padding"]},
+        {"update": lambda k, v: (torch.cat((k, k), 2), torch.cat((v, v), 2))},
+    ):
+        for gradients in (False, True):
+            torch._dynamo.reset()
+            compiled = torch.compile(blocks.forward, fullgraph=True, backend=backend)
+            got = run(compiled, LLAMA, w, given, gradients, **options)
+            want = run(blocks.forward, LLAMA, w, given, gradients, **options)
+            assert got.keys() == want.keys()
+            for name in want:
+                torch.testing.assert_close(got[name], want[name])
+
+
+def test_compile_for_any_length():
+    """With dynamic shapes one graph serves two lengths."""
+    w = make_weights(LLAMA, torch.float32)
+    torch._dynamo.reset()
+    compiled = torch.compile(blocks.forward, fullgraph=True, backend="aot_eager", dynamic=True)
+    for gradients in (False, True):
+        for seq in (21, 30):
+            given = inputs(LLAMA, torch.float32, 2, seq)
+            got, want = (run(layer, LLAMA, w, given, gradients) for layer in (compiled, blocks.forward))
+            for name in want:
+                torch.testing.assert_close(got[name], want[name])
+
+
+def test_compile_without_graph_breaks():
+    compiled_runs("aot_eager")
+
+
+@pytest.mark.slow
+def test_compile_with_inductor():
+    compiled_runs("inductor")
