@@ -30,7 +30,8 @@ from fusedblock.kernels._spec import Cost, Op, ShapeError
 from fusedblock.kernels._target import Target, override, target_of
 
 __all__ = [
-    "COSTS", "OPS", "ShapeError", "DECODE_ROWS", "Target", "attention", "define", "define_composite", "direct", "dispatched", "empty",
+    "COSTS", "OPS", "ShapeError", "DECODE_ROWS", "Target", "attention",
+    "define", "define_composite", "direct", "dispatched", "empty",
     "gated_mlp", "linear", "normalise_mask", "qkv_rope", "rms_norm", "target_of",
 ]  # fmt: skip
 
@@ -205,7 +206,7 @@ _linear_op = _register(_linear.OP)
 _qkv_rope_op = _register(_qkv_rope.OP)
 _gated_mlp_op = _register(_gated_mlp.OP)
 _attention_op = _register(_attention.OP)
-_register(_decode_attention.OP)
+_decode_attention_op = _register(_decode_attention.OP)
 
 
 def _wants_grad(*tensors: Tensor | None) -> bool:
@@ -282,5 +283,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Te
     values.
     """
     m = normalise_mask(mask, q, k)
-    out, lse = _attention_op(q, k, v, m, causal, q.shape[-1] ** -0.5 if scale is None else scale)
+    few = k.dim() == 4 and k.shape[2] and q.shape[1] * q.shape[2] <= DECODE_ROWS * k.shape[2] and not _wants_grad(q, k, v)
+    op = _decode_attention_op if few else _attention_op
+    out, lse = op(q, k, v, m, causal, q.shape[-1] ** -0.5 if scale is None else scale)
     return (out, lse) if return_lse else out

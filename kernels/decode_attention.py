@@ -4,8 +4,8 @@
                                                                        part_out = softmax(logits) @ v
     then   out = sum_s 2**(part_lse_s - lse2) * part_out_s,   lse2 = log2(sum_s 2**part_lse_s)
 
-    arguments and results as in attention.py; part_out   batch kv_heads splits rows head_dim, part_lse   batch kv_heads splits rows
-    (scratch, fp32), rows = seq * group: the queries of all heads that share a key/value head form the rows of one tile, so
+    arguments and results as in attention.py; scratch, fp32: part_out   batch kv_heads splits rows head_dim,
+    part_lse   batch kv_heads splits rows; rows = seq * group: the queries of all heads that share a key/value head form the rows of one tile, so
     that K and V are read once.
 
 HBM, in elements: reads q, k, v and the mask, writes out and lse; the parts are written and read once.
@@ -74,7 +74,8 @@ def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
     found = shared.check("decode_attention", sizes, args)
     rows = sizes["seq"] * found["group"]
     if rows > MAX_ROWS:
-        raise ValueError(f"decode_attention: seq={sizes['seq']} queries of {found['group']} heads make {rows} rows, at most {MAX_ROWS}")
+        queries = f"seq={sizes['seq']} queries of {found['group']} heads"
+        raise ValueError(f"decode_attention: {queries} make {rows} rows, at most {MAX_ROWS}")
     return {**found, "rows": rows, "splits": _shape(sizes, args)[2]}
 
 
@@ -109,8 +110,8 @@ def _split_kernel(
     CAUSAL: tl.constexpr, MASK: tl.constexpr, PER_ROW: tl.constexpr, ACC: tl.constexpr, EXACT_SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    split = tl.program_id(0)
-    bh = tl.program_id(1)
+    bh = tl.program_id(0)  # the axis without a limit of 65535
+    split = tl.program_id(1)
     b = (bh // KV_HEADS).to(tl.int64)
     kvh = bh % KV_HEADS
     scale = scale_log2
@@ -166,7 +167,7 @@ def _split_kernel(
         m = new
     acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
     packed = SEQ * GROUP
-    at = (bh.to(tl.int64) * tl.num_programs(0) + split) * packed + r
+    at = (bh.to(tl.int64) * tl.num_programs(1) + split) * packed + r
     tl.store(part_lse + at, m + tl.math.log2(l), live)
     tl.store(part_out + at[:, None] * D + d[None, :], acc, live[:, None] & (d < D)[None, :])
 
@@ -176,8 +177,8 @@ def _combine_kernel(
     part_out, part_lse, out, lse, SEQ, SPLITS, KV_HEADS,
     GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS_P: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    r = tl.program_id(0)
-    bh = tl.program_id(1).to(tl.int64)
+    bh = tl.program_id(0).to(tl.int64)
+    r = tl.program_id(1)
     packed = SEQ * GROUP
     s = tl.arange(0, SPLITS_P)
     d = tl.arange(0, DP)
@@ -213,7 +214,7 @@ def launch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, s
     dp, sequences = next_power_of_2(head_dim), sizes["batch"] * kv_heads
     with on_device(q):
         _launch(
-            _split_kernel, (splits, sequences),
+            _split_kernel, (sequences, splits),
             (q, k, v, mask_arg, part_out, part_lse, scale * shared.LOG2E, sizes["seq"], sizes["context"], length, kv_heads,
              *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask_strides),
             {"GROUP": group, "ROWS": max(16, next_power_of_2(rows)), "D": head_dim, "DP": dp, "BN": config.block_n,
@@ -221,7 +222,7 @@ def launch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, s
              "num_warps": config.num_warps, "num_stages": config.num_stages},
         )  # fmt: skip
         _launch(
-            _combine_kernel, (rows, sequences), (part_out, part_lse, out, lse, sizes["seq"], splits, kv_heads),
+            _combine_kernel, (sequences, rows), (part_out, part_lse, out, lse, sizes["seq"], splits, kv_heads),
             {"GROUP": group, "D": head_dim, "DP": dp, "SPLITS_P": next_power_of_2(splits), "ACC": facts["ACC"], "num_warps": 4},
         )  # fmt: skip
     return out, lse

@@ -119,7 +119,9 @@ def mlp_case(tokens: int, hidden: int, ffn: int, activation: str = "silu", *, bi
     return Case("gated_mlp", f"gated_mlp-{tokens}x{hidden}x{ffn}-{activation}" + "-bias" * bias + "-normed" * normed, make)
 
 
-def attention_case(batch: int, seq: int, context: int, kv_heads: int, group: int, head_dim: int, causal: bool) -> Case:
+def attention_case(
+    batch: int, seq: int, context: int, kv_heads: int, group: int, head_dim: int, causal: bool, op: str = "attention"
+) -> Case:
     def make(dtype: torch.dtype, g: torch.Generator) -> Args:
         return {
             "q": randn(batch, seq, kv_heads * group, head_dim, dtype=dtype, generator=g),
@@ -127,8 +129,8 @@ def attention_case(batch: int, seq: int, context: int, kv_heads: int, group: int
             "mask": None, "causal": causal, "scale": head_dim**-0.5,
         }  # fmt: skip
 
-    name = f"attention-{batch}x{seq}:{context}-d{head_dim}-{kv_heads * group}:{kv_heads}"
-    return Case("attention", name + "-causal" * causal, make)
+    name = f"{op}-{batch}x{seq}:{context}-d{head_dim}-{kv_heads * group}:{kv_heads}"
+    return Case(op, name + "-causal" * causal, make)
 
 
 def sums_of_squares(x: Tensor, g: torch.Generator) -> Tensor:
@@ -155,6 +157,7 @@ FORWARD_ONLY = (
     linear_case(19, 40, 24, "bias residual norm_weight"),
     qkv_case(2, 3, 24, 16, 1, 2, normed=True),
     mlp_case(19, 40, 24, normed=True, save=False),
+    attention_case(2, 3, 150, 2, 2, 24, True, "decode_attention"),
 )
 
 
@@ -223,6 +226,7 @@ def _attention(a: Args) -> dict[str, Tensor]:
 
 FORMULAS: dict[str, Callable[[Args], dict[str, Tensor]]] = {
     "rms_norm": _rms_norm, "linear": _linear, "qkv_rope": _qkv_rope, "gated_mlp": _gated_mlp, "attention": _attention,
+    "decode_attention": _attention,
 }  # fmt: skip
 
 

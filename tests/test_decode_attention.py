@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import aot
 import pytest
 import torch
 from torch import Tensor
 
-import aot
 from fusedblock.interpret import count_traffic, interpret
 from fusedblock.kernels import decode_attention as decode
 from fusedblock.kernels._attention import normalise_mask
@@ -25,7 +25,8 @@ def exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, sc
     logits = torch.einsum("bshd,bchd->bhsc", q, k) * scale
     if causal:
         seq, context = logits.shape[-2:]
-        hidden = torch.arange(context, device=q.device)[None] > torch.arange(seq, device=q.device)[:, None] + context - seq
+        i, j = (torch.arange(n, device=q.device) for n in (seq, context))
+        hidden = j[None] > i[:, None] + context - seq
         logits = logits.masked_fill(hidden, float("-inf"))
     if mask is not None:
         logits = logits.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else logits + mask.to(logits.dtype)
@@ -34,14 +35,16 @@ def exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, sc
     return torch.einsum("bhsc,bchd->bshd", p, v), lse
 
 
-def make(case: tuple[int, ...], dtype: torch.dtype, kind: str, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def make(
+    case: tuple[int, ...], dtype: torch.dtype, kind: str, device: str = "cpu"
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     batch, seq, heads, kv_heads, head_dim, context = case
     g = torch.Generator().manual_seed(sum(case))
 
     def rand(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=g).to(device, dtype)
 
-    q, k, v = rand(batch, seq, heads, head_dim), rand(batch, context, kv_heads, head_dim), rand(batch, context, kv_heads, head_dim)
+    q, k, v = rand(batch, seq, heads, head_dim), *(rand(batch, context, kv_heads, head_dim) for _ in range(2))
     mask: Tensor | None = None
     if kind == "padding":
         mask = torch.ones(batch, context, dtype=torch.bool, device=device)
@@ -66,8 +69,8 @@ def check(case: tuple[int, ...], dtype: torch.dtype, kind: str, causal: bool, de
     seen = want_lse.isfinite()
     error = (out.double() - want).norm()
     if dtype in (torch.float16, torch.bfloat16):
-        plain = exact(q, k.nan_to_num(), v.nan_to_num(), infinite if mask is None or mask.dtype is torch.bool else infinite.to(dtype),
-                      causal, scale)[0]  # fmt: skip
+        rounded = infinite if infinite is None or infinite.dtype is torch.bool else infinite.to(dtype)
+        plain = exact(q, k.nan_to_num(), v.nan_to_num(), rounded, causal, scale)[0]
         assert error <= 1.5 * (plain.double() - want).norm()
     else:
         assert error <= (1e-5 if dtype is torch.float32 else 1e-12) * want.norm()

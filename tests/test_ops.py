@@ -313,7 +313,7 @@ def test_opcheck_of_the_backward_op(case):
 def test_every_op_is_checked():
     """A new op must get a case."""
     named = {c.op for c in (*SMALL, *FORWARD_ONLY)}
-    assert {*OPS} == named | {OPS[n].backward.spec.name for n in named}
+    assert {*OPS} == named | {op.backward.spec.name for op in map(OPS.get, named) if op.backward}
     assert {*OPS} <= {*COSTS}
 
 
