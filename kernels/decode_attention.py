@@ -4,9 +4,11 @@
                                                                        part_out = softmax(logits) @ v
     then   out = sum_s 2**(part_lse_s - lse2) * part_out_s,   lse2 = log2(sum_s 2**part_lse_s)
 
-    arguments and results as in attention.py; scratch, fp32: part_out   batch kv_heads splits rows head_dim,
-    part_lse   batch kv_heads splits rows; rows = seq * group: the queries of all heads that share a key/value head form the rows of one tile, so
-    that K and V are read once.
+    arguments and results as in attention.py; scratch, fp32:
+    part_out   batch kv_heads splits rows head_dim            part_lse   batch kv_heads splits rows
+
+rows = seq * group: the queries of all heads that share a key/value head form the rows of one tile, so that K and V are read
+once.
 
 HBM, in elements: reads q, k, v and the mask, writes out and lse; the parts are written and read once.
 Values that no row of a tile attends (padding, unused cache slots) may hold NaN.
