@@ -41,8 +41,14 @@ class BlockWeights(NamedTuple):
     down_bias: Tensor | None = None
 
 
+@torch.compiler.assume_constant_result
+def _target_of(device: torch.device) -> Any:
+    """The target, which torch.compile cannot trace: it asks the device."""
+    return ops.target_of(device)
+
+
 def _plan(spec: BlockSpec, x: Tensor, context: int, training: bool, masked: bool) -> Plan:
-    target, (batch, seq) = ops.target_of(x.device), x.shape[:2]
+    target, (batch, seq) = _target_of(x.device), x.shape[:2]
     # Sizes that torch.compile keeps symbolic have no hash.
     symbolic = any(isinstance(n, torch.SymInt) for n in (batch, seq, context))
     choose = plan.__wrapped__ if symbolic else plan
@@ -71,7 +77,8 @@ def _back(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, q: Tensor, k:
         sumsq = None
     g, _, _ = call("gated_mlp", y, w.gate, w.up, w.gate_bias, w.up_bias, sumsq, spec.activation, spec.eps, training)
     out, _, _ = call("linear", g, w.down, w.down_bias, h, None)
-    return out.view(x.shape)
+    # Not a view to autograd: hooks on the layer's result (FSDP2's) and in-place operations after it then mean this tensor.
+    return torch.ops.aten._unsafe_view.default(out, x.shape)
 
 
 # The composite ops: the same composition behind one registered op each, for calls without gradients.
