@@ -16,7 +16,8 @@ from fusedblock import blocks, ops
 from fusedblock.kernels import _launch
 from fusedblock.ops import OPS
 
-pytestmark = pytest.mark.gpu
+# One process, under `-n 12 --dist loadgroup` too: it compiles ahead in processes of its own.
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("gpu_ops")]
 BF16 = torch.bfloat16
 
 
