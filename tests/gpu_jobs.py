@@ -102,7 +102,8 @@ FORWARD = (
 FURTHER = (
     linear_case(29, 264, 136), linear_case(61, 264, 136), linear_case(200, 264, 136),
     linear_case(1100, 264, 392, "bias residual"), mlp_case(29, 264, 136), mlp_case(61, 264, 136),
-    qkv_case(1, 1100, 264, 128, 2, 1, tables="one"), qkv_case(1, 75, 72, 256, 1, 3), qkv_case(1, 75, 72, 96, 1, 1), qkv_case(7, 1, 136, 16, 1, 7),
+    qkv_case(1, 1100, 264, 128, 2, 1), qkv_case(1, 75, 72, 256, 1, 3), qkv_case(1, 75, 72, 96, 1, 1),
+    qkv_case(7, 1, 136, 16, 1, 7),
 )  # fmt: skip
 
 
