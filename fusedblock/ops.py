@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import register_flop_formula
 
@@ -32,7 +33,7 @@ from fusedblock.kernels._target import Target, override, target_of
 __all__ = [
     "COSTS", "OPS", "ShapeError", "DECODE_ROWS", "Target", "attention",
     "define", "define_composite", "direct", "dispatched", "empty",
-    "gated_mlp", "linear", "normalise_mask", "qkv_rope", "rms_norm", "target_of",
+    "gated_mlp", "linear", "normalise_mask", "refuse_gradients", "qkv_rope", "rms_norm", "target_of",
 ]  # fmt: skip
 
 # Queries times heads of a group up to this many take the split-KV kernel: a tile of them leaves most of the GPU idle.
@@ -61,8 +62,14 @@ def _schema(signature: inspect.Signature, results: int) -> str:
 def define(name: str, signature: inspect.Signature, results: int, run: Callable[..., Any], fake: Callable[..., Any],
            costs: Callable[..., tuple[Cost, ...]]) -> Any:  # fmt: skip
     """Register fusedblock::name. run and fake return a tensor, or a tuple where results > 1; costs takes the same arguments."""
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if forward_ad._current_level >= 0:  # torch would drop the tangents without a word
+            raise NotImplementedError(f"{name}: fusedblock operators have no forward-mode derivative")
+        return run(*args, **kwargs)
+
     _LIBRARY.define(name + _schema(signature, results))
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, checked, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fusedblock::{name}", fake, lib=_LIBRARY)
     packet = getattr(torch.ops.fusedblock, name)
     register_flop_formula(packet, get_raw=True)(
@@ -97,7 +104,17 @@ def _register(op: Op) -> Any:
     OPS[spec.name] = op
     if op.backward is not None:
         _autograd(op, names, results, _register(op.backward))
+        refuse_gradients(op.backward.spec.name, f"{spec.name}: no double backward (create_graph=True)")
     return default
+
+
+def refuse_gradients(name: str, why: str) -> None:
+    """Differentiating fusedblock::name raises: without this, torch gives zeros and warns once."""
+
+    def refuse(ctx: Any, *grads: Tensor) -> Any:
+        raise NotImplementedError(why)
+
+    torch.library.register_autograd(f"fusedblock::{name}", refuse, lib=_LIBRARY)
 
 
 def _autograd(op: Op, names: list[str], results: list[str], backward: Any) -> None:
@@ -112,6 +129,9 @@ def _autograd(op: Op, names: list[str], results: list[str], backward: Any) -> No
         for name in op.no_grad:
             if known[name] is not None:
                 raise ValueError(f"{op.spec.name}: {name} is given, but gradients are wanted and there is no backward for it")
+        for name, needed in zip(names, ctx.needs_input_grad):
+            if needed and f"grad_{name}" not in gives and name not in op.passthrough:
+                raise ValueError(f"{op.spec.name}: {name} requires a gradient, and the op has none for it")
         ctx.mark_non_differentiable(*(known[r] for r in results if r not in differentiable))
         ctx.set_materialize_grads(False)  # else autograd fills a zero gradient for every result that has none
         ctx.like = [(known[r].shape, known[r].dtype, known[r].device) for r in differentiable]

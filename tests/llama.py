@@ -48,7 +48,8 @@ def prompt(batch: int = 2, seq: int = 9, pad: int = 0, seed: int = 1) -> tuple[T
 
 def relative_error(got: Tensor, want: Tensor) -> float:
     """|got - want| / |want| in float64, over all elements."""
-    got, want = got.detach().double().cpu(), want.detach().double().cpu()
+    got = got.detach().double()
+    want = want.detach().to(got.device, torch.float64)
     return ((got - want).norm() / want.norm()).item()
 
 

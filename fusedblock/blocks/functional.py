@@ -126,6 +126,10 @@ _block_back = _composite(  # fmt: skip
 _block = _composite("block", [("x", _T), ("cos", _T), ("sin", _T), ("mask", _O), ("causal", bool)], 1, _compose_block)
 
 
+for _name in ("block_front", "block_back", "block"):
+    ops.refuse_gradients(_name, f"{_name}: no gradients; fusedblock.blocks.forward takes other ops where they are wanted")
+
+
 def _numbers(spec: BlockSpec) -> tuple[Any, ...]:
     return tuple(getattr(spec, n) for n, _ in _NUMBERS)
 
@@ -152,6 +156,8 @@ def forward(
         return _block(x, cos, sin, m, causal, *weights, *_numbers(spec))
     q, k, v = _block_front(x, cos, sin, *weights, *_numbers(spec))
     k, v = _through(update, k, v)
+    if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):  # learned keys and values: prefix tuning
+        return _back(ops.dispatched, spec, weights, x, q, k, v, ops.normalise_mask(mask, q, k), causal, True)
     return _block_back(x, q, k, v, ops.normalise_mask(mask, q, k), causal, *weights, *_numbers(spec))
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
 
 from ..blocks import BlockSpec, BlockWeights
@@ -24,7 +25,7 @@ IMPLEMENTATIONS = ("eager", "sdpa")
 # to the loss, and the models pass them on to their layers as well.
 HARMLESS = frozenset({"position_ids", "use_cache", "output_hidden_states", "num_items_in_batch", "shift_labels"})
 # Harmless at one value, which is also the default.
-HARMLESS_VALUES = {"output_attentions": False, "is_causal": True}
+HARMLESS_VALUES = {"output_attentions": False}
 # Packed sequences: eager and sdpa attention see them in the mask only.
 PACKING = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
 # The hooks of transformers on attention modules do nothing unless its collector, which `prepare` asks, wants attentions.
@@ -42,6 +43,7 @@ class Child(NamedTuple):
     hooks: tuple[dict[int, Any], ...]  # the module's own dictionaries: live
     hook_ids: tuple[int, ...]
     forward: Any  # instance attribute, if any
+    class_forward: Any
 
 
 class Binding(NamedTuple):
@@ -70,6 +72,8 @@ class Call(NamedTuple):
 def activation_of(function: Any) -> str | None:
     """The activation's name in fusedblock.blocks, or None."""
     name = type(function).__name__
+    if type(function).__module__ not in ("torch.nn.modules.activation", "transformers.activations"):
+        return None
     if name in ("SiLU", "SiLUActivation"):
         return "silu"
     if name == "GELU":
@@ -121,10 +125,12 @@ def _refusal(spec: LayerSpec, name: str, module: nn.Module | None) -> str | None
             return f"{name} is {_type_name(module)}, not torch.nn.Linear"
     elif name != spec.activation:
         expected = {spec.attention: spec.attention_class, spec.mlp: spec.mlp_class}.get(name, spec.norm_class)
-        if type(module).__name__ != expected:
+        if type(module).__name__ != expected or type(module).__module__ != spec.module:
             return f"{name} is {_type_name(module)}, not {expected}"
     if not isinstance(module, nn.Module):
         return f"{name} is {_type_name(module)}, not a module"
+    if name != spec.activation and (reason := patched(type(module))):
+        return reason
     shadow = _shadow(module)
     if shadow:
         return f"{name} {shadow}"
@@ -145,6 +151,9 @@ def unsupported(layer: nn.Module, spec: LayerSpec) -> str | None:
     head_dim = getattr(getattr(layer, spec.attention), spec.head_dim, 0)
     if not 16 <= head_dim <= 256 or head_dim % 8:
         return f"head_dim={head_dim}, the kernels take multiples of 8 from 16 to 256"
+    scale = getattr(getattr(layer, spec.attention), spec.scale, 0.0)
+    if not (isinstance(scale, (int, float)) and 0 < scale < float("inf")):
+        return f"the softmax scale is {scale}, the kernels take positive finite numbers"
     activation = getattr(getattr(layer, spec.mlp), spec.activation, None)
     if activation_of(activation) is None:
         return f"activation {_type_name(activation)} has no kernel"
@@ -173,7 +182,8 @@ def bind(layer: nn.Module, spec: LayerSpec) -> Binding | str:
             hooks = _hooks(module)  # type: ignore[arg-type]
             ids = tuple(key for group in hooks for key in group)
             children.append(
-                Child(parents[parent], name, module, type(module), hooks, ids, module.__dict__.get("forward"))  # type: ignore
+                Child(parents[parent], name, module, type(module), hooks, ids, module.__dict__.get("forward"),  # type: ignore
+                      type(module).forward)  # type: ignore[union-attr]
             )
     attention, mlp, input_norm, post_norm, q, k, v, o, gate, up, down, act = (child.module for child in children)
 
@@ -213,14 +223,14 @@ def bind(layer: nn.Module, spec: LayerSpec) -> Binding | str:
 
 def is_current(binding: Binding, layer: nn.Module, spec: LayerSpec) -> bool:
     """Whether `bind` would give the same binding again. A few microseconds: it is asked at every call."""
-    for parent, name, module, cls, hooks, hook_ids, forward in binding.children:
+    for parent, name, module, cls, hooks, hook_ids, forward, class_forward in binding.children:
         if (layer if parent is None else parent)._modules.get(name) is not module or type(module) is not cls:
             return False
         forward_hooks, pre_hooks, backward_hooks, backward_pre_hooks = hooks
         if forward_hooks or pre_hooks or backward_hooks or backward_pre_hooks:
             if tuple(key for group in hooks for key in group) != hook_ids:
                 return False
-        if module.__dict__.get("forward") is not forward:
+        if module.__dict__.get("forward") is not forward or cls.forward is not class_forward:
             return False
     for parameters, name, tensor in binding.slots:
         if parameters.get(name) is not tensor:
@@ -232,6 +242,9 @@ def is_current(binding: Binding, layer: nn.Module, spec: LayerSpec) -> bool:
         and getattr(attention, spec.head_dim) == block.head_dim
         and getattr(input_norm, spec.eps) == block.eps
         and getattr(post_norm, spec.eps) == block.eps
+        and activation_of(binding.children[-1].module) == block.activation
+        and binding.weights.q.shape[0] == block.heads * block.head_dim
+        and binding.weights.k.shape[0] == block.kv_heads * block.head_dim
     )
 
 
@@ -258,6 +271,9 @@ def prepare(
             cache = value
         elif name in PACKING:
             packing = name
+        elif name == "is_causal":
+            if value is not True or binding.attention.is_causal is not True:
+                return f"is_causal={value}"  # sdpa lets it win over the attention's own
         elif name not in HARMLESS_VALUES or value is not HARMLESS_VALUES[name]:
             return f"keyword {name!r} is not understood" if name not in HARMLESS_VALUES else f"{name}={value}"
     if packing is not None and mask is None:
@@ -269,6 +285,10 @@ def prepare(
                 return f"{wanted} are recorded"
     if not compiling and _has_any_global_hook():
         return "global module hooks are registered"
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation is on"
+    if not compiling and torch._C._functorch.peek_interpreter_stack() is not None:
+        return "a torch.func transform is on"
     if torch.is_autocast_enabled(x.device.type):
         return "autocast is on"
     tensor_reason = _tensors(binding, x, embeddings)

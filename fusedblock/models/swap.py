@@ -149,6 +149,8 @@ class _Found:
 
 def _decoder_layers(model: nn.Module) -> list[_Found]:
     """The model's decoder layers, supported or not, in order. Raises ValueError naming the classes seen if none is supported."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {type(model).__name__}, expected a torch.nn.Module with supported decoder layers")
     found: list[_Found] = []
     seen: set[str] = set()
     for name, module in model.named_modules():
@@ -202,7 +204,8 @@ def fuse(model: nn.Module, *, strict: bool = False, layers: Iterable[int] | None
 
     Parameters, state-dict keys, hooks, isinstance and class names stay as they are, so that training, saving, PEFT, FSDP2 and
     generate go on as before. A call that the kernels cannot take runs the original forward, and the report counts it. The
-    arithmetic is that of transformers' modeling_llama, but rows that may attend to nothing (padding) give 0.
+    arithmetic is that of transformers' modeling_llama, but rows that may attend to nothing (padding) give 0. Of the rotary
+    tables, whose halves are equal in every rotary module of transformers' Llama, the first half is read.
 
     Args:
         model: any module that contains supported decoder layers (LlamaDecoderLayer), or one such layer.
@@ -213,6 +216,10 @@ def fuse(model: nn.Module, *, strict: bool = False, layers: Iterable[int] | None
     has no supported layer, `layers` names one that it does not have, or a layer cannot be fused under strict.
     """
     found = _decoder_layers(model)
+    if layers is not None:
+        layers = layers if isinstance(layers, (int, str)) else tuple(layers)
+        if not isinstance(layers, tuple) or not all(isinstance(n, int) for n in layers):
+            raise TypeError(f"fuse: layers is {layers!r}, expected an iterable of int")
     present = {layer.index for layer in found if layer.spec}
     wanted = present if layers is None else set(layers)
     if not wanted <= present:

@@ -17,6 +17,7 @@ class LayerSpec:
     attribute names on the layer, on its attention or on its MLP. weight_offset and round_early: see fusedblock.ops.rms_norm.
     """
 
+    module: str  # where the classes are defined: a name alone may be anybody's
     layer_class: str
     attention_class: str
     mlp_class: str
@@ -40,9 +41,12 @@ class LayerSpec:
     round_early: bool = True
 
 
-SPECS = {spec.layer_class: spec for spec in (LayerSpec("LlamaDecoderLayer", "LlamaAttention", "LlamaMLP", "LlamaRMSNorm"),)}
+_LLAMA = LayerSpec(
+    "transformers.models.llama.modeling_llama", "LlamaDecoderLayer", "LlamaAttention", "LlamaMLP", "LlamaRMSNorm"
+)
+SPECS = {spec.layer_class: spec for spec in (_LLAMA,)}
 
 
 def known_class(cls: type) -> type | None:
     """The class of the MRO that has an entry. Wrappers such as FSDP2's put a class of another name in front of it."""
-    return next((base for base in cls.__mro__ if base.__name__ in SPECS), None)
+    return next((b for b in cls.__mro__ if b.__name__ in SPECS and b.__module__ == SPECS[b.__name__].module), None)
