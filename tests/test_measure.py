@@ -364,6 +364,7 @@ def test_config_is_not_changed() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("phase", ["prefill", "decode", "train"])
 def test_times_on_a_gpu(phase: str) -> None:
     config = LlamaConfig(**{**SMALL, "hidden_size": 512, "intermediate_size": 1024})

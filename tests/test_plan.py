@@ -92,6 +92,7 @@ def test_bounds():
         p = of(batch=batch, seq=seq, context=seq, training=training, masked=masked)
         assert 6 <= len(p.launches) <= 7
         assert len(p.launches) == 7 - p.row_statistics
+        assert p.kernels == len(p.launches) + p.decode  # split keys are joined by a launch of their own
         for step in p.launches:
             assert isinstance(step, Launch)
             assert step.op in OPS

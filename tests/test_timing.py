@@ -125,12 +125,14 @@ def test_ceilings_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_ceilings_on_this_gpu() -> None:
     c = measure_ceilings()
     assert 100 < c.copy_gbps <= c.read_gbps < 20000 and 10 < c.gemm_tflops < 5000
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_graphs_and_queue_agree_on_a_long_kernel() -> None:
     from fusedblock.metering.timing import CudaTimer
 

@@ -45,6 +45,7 @@ class Launch:
     role: str
     engine: str
     why: str
+    kernels: int = 1  # GPU launches it makes
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,11 @@ class Plan:
     launches: tuple[Launch, ...]
     row_statistics: bool  # the second norm rides on its neighbours' epilogues
     decode: bool  # split-KV attention
+
+    @property
+    def kernels(self) -> int:
+        """GPU launches of one forward."""
+        return sum(step.kernels for step in self.launches)
 
     def __str__(self) -> str:
         width = max(len(step.role) for step in self.launches)
@@ -80,7 +86,7 @@ def plan(
     rows = "one row a program, statistics in fp32"
     if decode:
         why = f"{seq} queries a sequence: keys split over the GPU, heads of a group packed"
-        attention = Launch("decode_attention", "attention", "triton", why)
+        attention = Launch("decode_attention", "attention", "triton", why, kernels=2)
     else:
         why = "tiles of queries, the logits never leave the SM" + (", mask read by tile" if masked else "")
         attention = Launch("attention", "attention", "triton", why)

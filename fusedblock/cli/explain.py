@@ -46,7 +46,7 @@ def text(model: str, *, batch: int = 1, seq: int | None = None, context: int = 2
             spec, batch=batch, seq=tokens, context=context, dtype=weight_dtype, training=name == "train", target=gpu
         )
         shape = f"batch {batch}, {tokens} tokens, context {context}, {str(weight_dtype).removeprefix('torch.')}"
-        lines.append(f"\n{name}: {shape}: {len(plan.launches)} launches a layer on {_name(gpu)}")
+        lines.append(f"\n{name}: {shape}: {plan.kernels} launches a layer's forward on {_name(gpu)}")
         lines += ["  " + line for line in str(plan).splitlines()]
     return "\n".join(lines)
 

@@ -134,7 +134,7 @@ class Explanation:
             if reason:
                 lines.append(f"  original forward: {reason}")
             for workload, plan in plans:
-                lines.append(f"  {workload}: {len(plan.launches)} launches on {self.target}")
+                lines.append(f"  {workload}: {plan.kernels} launches forward on {self.target}")
                 lines += [f"    {line}" for line in str(plan).splitlines()]
             lines += [f"  {line}" for line in _counts(records)]
         return "\n".join(lines)
