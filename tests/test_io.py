@@ -168,6 +168,8 @@ BAD_HEADERS: dict[str, tuple[object, int, str]] = {
     "no_shape": ({"x": {"dtype": "F32", "data_offsets": [0, 8]}}, 8, "entry of 'x' is malformed"),
     "negative": ({"x": entry(shape=[-2])}, 8, "entry of 'x' is malformed"),
     "three_offsets": ({"x": entry(offsets=[0, 4, 8])}, 8, "entry of 'x' is malformed"),
+    "dtype_list": ({"x": {**entry(), "dtype": []}}, 8, "entry of 'x' is malformed"),
+    "huge_number": (b'{"x": {"dtype": "F32", "shape": [' + b"9" * 5000 + b'], "data_offsets": [0, 8]}}', 8, "header is not JSON"),
     "dtype": ({"x": entry("Q4")}, 8, "'x' has dtype 'Q4'"),
     "shape": ({"x": entry(shape=[3])}, 8, "'x' of shape.*takes 12 bytes, its header entry gives 8"),
     "overlap": ({"x": entry(), "y": entry(offsets=[4, 12])}, 12, "'y' starts at data byte 4, the tensor before it ends at 8"),
