@@ -7,6 +7,7 @@ of launches can also be recorded and replayed (_replay.py).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,10 +21,18 @@ from ._lang import TensorDescriptor
 # How the kernels run when the tensors are not on a GPU: None (they do not: the reference does), "interpret" or "compile".
 _mode: str | None = None
 _compiled: dict[Any, Any] = {}
-# CompiledKernel.run(*launch, *args) is checked on a GPU with these versions only; others take triton's own launcher.
-_DIRECT = _lang.VERSION in ((3, 6),)
-# Called with (kernel, grid, args, constexprs) of every launch while a sequence is recorded.
-on_launch: Callable[[Any, tuple[int, ...], Sequence[Any], Mapping[str, Any]], None] | None = None
+# CompiledKernel.run(*launch, *args) is checked on NVIDIA GPUs with these versions only; others take triton's own launcher
+# (on AMD it also specialises on tensors under 2 GB, which _fact does not tell).
+_DIRECT = _lang.VERSION in ((3, 6),) and torch.version.hip is None
+
+
+class _Recording(threading.local):
+    """hook: called with (kernel, grid, args, constexprs) of every launch of this thread while a sequence is recorded."""
+
+    hook: Callable[[Any, tuple[int, ...], Sequence[Any], Mapping[str, Any]], None] | None = None
+
+
+recording = _Recording()
 
 
 @contextmanager
@@ -73,8 +82,8 @@ def launch(kernel: Any, grid: tuple[int, ...], args: Sequence[Any], constexprs: 
     """
     if 0 in grid:
         return
-    if on_launch is not None:
-        on_launch(kernel, grid, args, constexprs)
+    if recording.hook is not None:
+        recording.hook(kernel, grid, args, constexprs)
     if _mode is not None or not _DIRECT:
         kernel[grid](*args, **constexprs)
         return

@@ -12,7 +12,7 @@ every time.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,12 +169,16 @@ def record(compose: Callable[[], Any], inputs: Sequence[Tensor]) -> tuple[Any, P
     """compose()'s result, and the program that replays it, or None where it cannot be replayed."""
     launches: list[tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]] = []
     with _OnlyAllocates() as watch:
-        before = _launch.on_launch
-        _launch.on_launch = lambda kernel, grid, args, constexprs: launches.append((kernel, grid, tuple(args), dict(constexprs)))
+        before = _launch.recording.hook
+
+        def note(kernel: Any, grid: tuple[int, ...], args: Sequence[Any], constexprs: Mapping[str, Any]) -> None:
+            launches.append((kernel, grid, tuple(args), dict(constexprs)))
+
+        _launch.recording.hook = note
         try:
             out = compose()
         finally:
-            _launch.on_launch = before
+            _launch.recording.hook = before
     results = (out,) if isinstance(out, Tensor) else tuple(out)
     return out, _program(launches, list(inputs), results) if watch.clean and launches else None
 

@@ -133,6 +133,18 @@ def test_measure_refuses(arguments, message, tmp_path, monkeypatch):
     assert message in result.stderr and "Traceback" not in result.output
 
 
+@pytest.mark.parametrize("command", ["measure", "explain", "verify"])
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"model_type": "llama", "hidden_size": -5}', '{"model_type": "llama", "hidden_size": "x"}',
+                '{"model_type": "llama", "num_attention_heads": 0}']  # fmt: skip
+)  # fmt: skip
+def test_a_bad_config_is_one_line(command, content, tmp_path):
+    (tmp_path / "config.json").write_text(content)
+    result = run(command, tmp_path)
+    assert result.exit_code == 2 and result.exception.__class__ in (SystemExit, type(None))
+    assert "Traceback" not in result.output + result.stderr and "config" in result.stderr
+
+
 @pytest.mark.parametrize("name", presets.PRESETS)
 def test_presets_are_the_published_models(name):
     """By their numbers of parameters, as published (in millions)."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import Tensor
@@ -45,6 +47,25 @@ def test_replay_equals_composition(target: str, gate_first: bool) -> None:
             got = program.run([*given2, *[t for t in w2 if t is not None]])
             assert got is not None and torch.equal(got[0], _compose(w2, given2))
             assert torch.equal(got[0], out) == (seed == 0)
+
+
+def test_launches_of_another_thread_are_not_recorded() -> None:
+    x, weight = torch.randn(4, 32), torch.randn(32)
+
+    def elsewhere() -> None:
+        norm.launch(torch.randn(4, 32), weight, 1e-5, 0.0, True, False)
+
+    def run() -> Tensor:
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        return norm.launch(x, weight, 1e-5, 0.0, True, False)[0]
+
+    with interpret(TARGETS["sm_80"]):
+        out, program = _replay.record(run, [x, weight])
+        assert program is not None and len(program.steps) == 1
+        again = program.run([x, weight])
+        assert again is not None and torch.equal(again[0], out)
 
 
 def test_weights_in_the_other_order_are_not_replayed() -> None:

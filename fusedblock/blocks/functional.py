@@ -49,9 +49,9 @@ def _target_of(device: torch.device) -> Any:
 
 def _plan(spec: BlockSpec, x: Tensor, context: int, training: bool, masked: bool) -> Plan:
     target, (batch, seq) = _target_of(x.device), x.shape[:2]
-    # Sizes that torch.compile keeps symbolic have no hash.
+    # Sizes that torch.compile keeps symbolic have no hash, and it warns of caches.
     symbolic = any(isinstance(n, torch.SymInt) for n in (batch, seq, context))
-    choose = plan.__wrapped__ if symbolic else plan
+    choose = plan.__wrapped__ if symbolic or torch.compiler.is_compiling() else plan
     return choose(spec, batch=batch, seq=seq, context=context, dtype=x.dtype, training=training, target=target, masked=masked)
 
 

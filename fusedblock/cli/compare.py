@@ -26,6 +26,7 @@ import fusedblock
 from fusedblock.kernels._target import Target
 
 from .checkpoints import quiet_transformers
+from .presets import read_config
 
 FP32_LIMIT = 1e-5
 PLAIN_FACTOR = 1.5
@@ -87,16 +88,17 @@ def load_plain(folder: Path, dtype: torch.dtype, device: torch.device | str = "c
     """The checkpoint as transformers loads it."""
     from transformers import AutoModelForCausalLM
 
+    read_config(folder)  # for its error
     with quiet_transformers():
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
 
 
 def load_ours(folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> Any:
     """The checkpoint by load_safetensors, into a model built on the meta device: no weight is initialised or held twice."""
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
+    config = read_config(folder)
     with quiet_transformers():
-        config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         fusedblock.load_safetensors(model, folder, dtype=dtype, device=device)

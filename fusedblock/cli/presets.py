@@ -38,15 +38,25 @@ def config_of(model: str) -> Any:
 
     Raises ValueError naming what was expected.
     """
-    from transformers import AutoConfig, LlamaConfig
+    from transformers import LlamaConfig
 
     if model in PRESETS:
         return LlamaConfig(**PRESETS[model], dtype=torch.bfloat16)
     folder = Path(model).expanduser()
     if not (folder / "config.json").is_file():
         raise ValueError(f"{model!r} is neither a directory with a config.json nor a preset ({', '.join(PRESETS)})")
-    with quiet_transformers():
-        return AutoConfig.from_pretrained(folder)
+    return read_config(folder)
+
+
+def read_config(folder: Path) -> Any:
+    """The config of a checkpoint's directory. Raises ValueError naming the file: its values are the user's."""
+    from transformers import AutoConfig
+
+    try:
+        with quiet_transformers():
+            return AutoConfig.from_pretrained(folder)
+    except Exception as error:  # transformers and huggingface_hub each have exceptions of their own for a bad value
+        raise ValueError(f"{folder / 'config.json'}: {error}") from error
 
 
 def on_meta(config: Any, dtype: torch.dtype | None = None) -> Any:
@@ -54,5 +64,8 @@ def on_meta(config: Any, dtype: torch.dtype | None = None) -> Any:
     from transformers import AutoModelForCausalLM
 
     dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
-    with quiet_transformers(), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    try:
+        with quiet_transformers(), torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    except ZeroDivisionError as error:
+        raise ValueError(f"no model can be made of this config: {error} (is num_attention_heads 0?)") from error
