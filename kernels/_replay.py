@@ -228,7 +228,8 @@ def _program(launches: list[Any], inputs: list[Tensor], results: tuple[Tensor, .
     return Program(tuple(steps), tuple((tuple(t.shape), t.dtype) for t in results), size)
 
 
-_programs: dict[Any, Program | None] = {}
+_programs: dict[Any, Any] = {}  # layout -> Program, or None where it cannot be replayed
+_UNKNOWN = object()
 
 
 def layout(t: Tensor) -> tuple[Any, ...]:
@@ -245,8 +246,8 @@ def replayed(name: str, compose: Callable[[], Any], args: Sequence[Any], facts: 
     if not _launch.replays(first):
         return compose()
     key = (name, first.device, facts, *[layout(a) if isinstance(a, Tensor) else a for a in args])
-    if key in _programs:
-        program = _programs[key]
+    program = _programs.get(key, _UNKNOWN)  # one look-up: another thread may clear the table
+    if program is not _UNKNOWN:
         made = None if program is None else program.run(inputs)
         if made is None:
             return compose()
