@@ -133,6 +133,18 @@ def test_measure_refuses(arguments, message, tmp_path, monkeypatch):
     assert message in result.stderr and "Traceback" not in result.output
 
 
+@pytest.mark.parametrize("device", ["nope", "meta", "cuda:99"])
+def test_verify_refuses_a_device(device, tmp_path):
+    result = run("verify", tmp_path, "--device", device)
+    assert result.exit_code == 2
+    assert f"device '{device}'" in result.stderr and "Traceback" not in result.output
+
+
+def test_measure_refuses_a_picture_of_no_format(tmp_path):
+    result = run("measure", "smollm2-135m", "--layer", "--seq", "8", "--device", "cpu", "--png", tmp_path / "r.xyz")
+    assert result.exit_code == 2 and "xyz" in result.stderr
+
+
 @pytest.mark.parametrize("command", ["measure", "explain", "verify"])
 @pytest.mark.parametrize(
     "content", ["{", "[]", '{"model_type": "llama", "hidden_size": -5}', '{"model_type": "llama", "hidden_size": "x"}',

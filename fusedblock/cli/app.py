@@ -111,7 +111,7 @@ def measure(
         subject: Any = config if layer else presets.on_meta(config, chosen)
         report = fusedblock.measure(subject, batch=batch, seq=seq, phase=phase.value, context=context, baseline=baseline.value,
                                     device=device)  # fmt: skip
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, TypeError, OverflowError) as error:
         raise _refuse(error) from error
     console().print(str(report), markup=False, highlight=False, soft_wrap=True)
     try:
@@ -119,8 +119,21 @@ def measure(
             report.to_json(json)
         if png is not None:
             report.plot(png)
-    except (OSError, ModuleNotFoundError) as error:
+    except (OSError, ModuleNotFoundError, ValueError) as error:
         raise _refuse(error) from error
+
+
+def _check_device(name: str | None) -> None:
+    """Raises ValueError unless tensors can be put on the device."""
+    import torch
+
+    try:
+        kind = torch.device(name or "cpu").type
+        if kind not in ("cpu", "cuda"):
+            raise ValueError(f"device {name!r}: expected cuda, cuda:1 or cpu")
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {name!r}: {str(error).splitlines()[0]}") from error
 
 
 @app.command()
@@ -137,6 +150,7 @@ def verify(
     from .verify import run
 
     try:
+        _check_device(device)
         passed = run(console(), model, dtype=DTYPES[dtype.value], tokens=tokens, gradients=gradients, device=device)
     except (ValueError, OSError) as error:
         raise _refuse(error) from error
