@@ -165,7 +165,7 @@ def _decoder_layers(model: nn.Module) -> list[_Found]:
         seen.update(type(layer.layer).__name__ for layer in found)
         raise ValueError(
             f"{type(model).__name__} has no decoder layer that can be fused: its layers are {', '.join(sorted(seen)) or 'none'}, "
-            f"supported are {', '.join(sorted(table.SPECS))}"
+            f"supported are {', '.join(f'{s.layer_class} of {s.module}' for s in table.SPECS.values())}"
         )
     return found
 
