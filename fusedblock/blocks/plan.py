@@ -85,7 +85,7 @@ def plan(
     statistics = apart is None
     rows = "one row a program, statistics in fp32"
     if decode:
-        why = f"{seq} queries a sequence: keys split over the GPU, heads of a group packed"
+        why = f"{seq} queries a sequence: keys split over the GPU, heads of a group packed, the parts joined by a second launch"
         attention = Launch("decode_attention", "attention", "triton", why, kernels=2)
     else:
         why = "tiles of queries, the logits never leave the SM" + (", mask read by tile" if masked else "")
