@@ -16,7 +16,7 @@ Values that no row of a tile attends (padding, unused cache slots) may hold NaN.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -25,7 +25,7 @@ from . import attention
 from ._lang import cdiv, next_power_of_2, tl, triton
 from ._launch import launch as _launch
 from ._launch import on_device
-from ._spec import Args, Op, Sizes, Spec, Stage, Write
+from ._spec import Args, Op, Sizes, Stage, Write
 from ._target import Target, target_of
 
 MAX_ROWS = 64  # queries times the heads of a group; beyond, the tiles of attention.py are as full
@@ -81,15 +81,9 @@ def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
     return {**found, "rows": rows, "splits": _shape(sizes, args)[2]}
 
 
-SPEC = Spec(
+SPEC = replace(
+    attention.SPEC,
     name="decode_attention",
-    reads=shared.QKV,
-    writes={
-        "out": Write("batch seq heads head_dim", "q"),
-        "lse": Write("batch heads seq", "accumulate:q"),
-    },
-    optional=frozenset({"mask"}),
-    any_dtype=frozenset({"mask"}),
     derive=_axes,
     scratch={
         "part_out": Write("batch kv_heads splits rows head_dim", "accumulate:q"),

@@ -25,6 +25,7 @@ import torch
 from einops import rearrange, reduce
 from torch import Tensor
 
+from ._gemm import accumulator
 from ._lang import cdiv, next_power_of_2, tl, triton
 from ._launch import contiguous_last, on_device
 from ._launch import launch as _launch
@@ -134,10 +135,6 @@ def _sum_rows_kernel(partial, out, ROWS, HIDDEN, BLOCK_R: tl.constexpr, BLOCK: t
     tl.store(out + col, tl.sum(acc, 0).to(out.dtype.element_ty), col < HIDDEN)
 
 
-def _acc(x: Tensor) -> object:
-    return tl.float64 if x.dtype is torch.float64 else tl.float32
-
-
 def launch(
     x: Tensor, weight: Tensor, eps: float, weight_offset: float, round_early: bool, save_rstd: bool
 ) -> tuple[Tensor, Tensor]:
@@ -149,7 +146,7 @@ def launch(
     with on_device(x):
         _launch(
             _forward_kernel, (tokens,), (x, weight, y, rstd, x.stride(0), hidden, eps, weight_offset),
-            {"BLOCK": next_power_of_2(hidden), "ROUND_EARLY": round_early, "SAVE": save_rstd, "ACC": _acc(x),
+            {"BLOCK": next_power_of_2(hidden), "ROUND_EARLY": round_early, "SAVE": save_rstd, "ACC": accumulator(x),
              "num_warps": configure(hidden, x.element_size())},
         )  # fmt: skip
     return y, rstd
@@ -210,13 +207,13 @@ def backward_launch(
             _launch(
                 _backward_kernel, (programs,),
                 (grad_y, x, weight, rstd, grad_x, partial, grad_y.stride(0), x.stride(0), tokens, hidden, weight_offset),
-                {"BLOCK": next_power_of_2(hidden), "NEED_X": need_x, "NEED_W": need_weight, "ACC": _acc(x),
+                {"BLOCK": next_power_of_2(hidden), "NEED_X": need_x, "NEED_W": need_weight, "ACC": accumulator(x),
                  "num_warps": configure(hidden, 2 * x.element_size())},
             )  # fmt: skip
         if need_weight:
             _launch(
                 _sum_rows_kernel, (cdiv(hidden, 128),), (partial, grad_weight, programs, hidden),
-                {"BLOCK_R": 16, "BLOCK": 128, "ACC": _acc(x), "num_warps": 4},
+                {"BLOCK_R": 16, "BLOCK": 128, "ACC": accumulator(x), "num_warps": 4},
             )  # fmt: skip
     return grad_x, grad_weight
 
