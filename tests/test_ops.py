@@ -5,6 +5,7 @@ from __future__ import annotations
 import op_cases
 import pytest
 import torch
+from formulas import FORMULAS
 from op_cases import (
     DTYPES,
     EPS,
@@ -116,8 +117,8 @@ def test_operands_that_descriptors_cannot_hold_take_pointers():
 
 
 def _norm_then(consumer: str, a: Args, h: Tensor, gamma: Tensor) -> dict[str, Tensor]:
-    y = op_cases.FORMULAS["rms_norm"]({"x": h, "weight": gamma, "eps": EPS, "weight_offset": 0.0})["y"]
-    return op_cases.FORMULAS[consumer]({**a, "x": y.view(a["x"].shape), "sumsq": None})
+    y = FORMULAS["rms_norm"]({"x": h, "weight": gamma, "eps": EPS, "weight_offset": 0.0})["y"]
+    return FORMULAS[consumer]({**a, "x": y.view(a["x"].shape), "sumsq": None})
 
 
 @pytest.mark.parametrize(("dtype", "target"), [(torch.float32, "sm_90"), (BF16, "sm_90"), (BF16, "sm_80")])
@@ -136,7 +137,7 @@ def test_row_statistics_equal_a_norm(consumer, dtype, target):
     with recording(target) as launches:
         got = fused()
     assert len(launches) == 2
-    h = op_cases.FORMULAS["linear"](to(producer, torch.float64))["out"]
+    h = FORMULAS["linear"](to(producer, torch.float64))["out"]
     want = _norm_then(consumer, to(a, torch.float64), h, producer["norm_weight"].double())
     h = op_cases.call("linear", {**producer, "norm_weight": None})["out"]
     y, _ = OPS["rms_norm"].reference(h, producer["norm_weight"], EPS, 0.0, True, False)

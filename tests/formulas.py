@@ -1,0 +1,81 @@
+"""The formula of every op, in whatever dtype the arguments have: float64.
+
+They are written from the papers, share nothing with the ops' own references, and are differentiated by autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from einops import einsum, rearrange, repeat
+from torch import Tensor
+
+Args = dict[str, Any]
+
+
+def _rms_norm(a: Args) -> dict[str, Tensor]:
+    rstd = (a["x"] ** 2).mean(-1).add(a["eps"]) ** -0.5
+    return {"y": (a["weight"] + a["weight_offset"]) * a["x"] * rstd[:, None], "rstd": rstd}
+
+
+def _project(a: Args, x: Tensor, name: str) -> Tensor:
+    y = einsum(x, a[f"{name}_weight" if name else "weight"], "... hidden, out hidden -> ... out")
+    if a.get("sumsq") is not None:
+        y = y / (a["sumsq"].sum(-1, keepdim=True) / x.shape[-1] + a["eps"]).sqrt()
+    b = a[f"{name}_bias" if name else "bias"]
+    return y if b is None else y + b
+
+
+def _linear(a: Args) -> dict[str, Tensor]:
+    out = _project(a, a["x"], "")
+    if a["residual"] is not None:
+        out = out + a["residual"]
+    if a["norm_weight"] is None:
+        return {"out": out}
+    return {"out": out, "scaled": out * a["norm_weight"], "sumsq": (out**2).sum(-1)}
+
+
+def _qkv_rope(a: Args) -> dict[str, Tensor]:
+    def heads(name: str) -> Tensor:
+        return rearrange(_project(a, a["x"], name), "batch seq (heads d) -> batch seq heads d", d=a["head_dim"])
+
+    def rotate(u: Tensor) -> Tensor:
+        """Feature i and feature i + d/2 as one complex number, turned by its angle."""
+        real, imaginary = u.chunk(2, -1)
+        turned = torch.complex(real, imaginary) * torch.complex(a["cos"], a["sin"])[:, :, None, :]
+        return torch.cat((turned.real, turned.imag), -1)
+
+    return {"q": rotate(heads("q")), "k": rotate(heads("k")), "v": heads("v")}
+
+
+def activation(x: Tensor, name: str) -> Tensor:
+    if name == "silu":
+        return x / (1 + torch.exp(-x))
+    if name == "gelu":
+        return x / 2 * (1 + torch.erf(x / 2**0.5))
+    return x / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
+
+
+def _gated_mlp(a: Args) -> dict[str, Tensor]:
+    gate, up = _project(a, a["x"], "gate"), _project(a, a["x"], "up")
+    return {"out": activation(gate, a["activation"]) * up, "gate": gate, "up": up}
+
+
+def _attention(a: Args) -> dict[str, Tensor]:
+    seq, context = a["q"].shape[1], a["k"].shape[1]
+    group = a["q"].shape[2] // a["k"].shape[2]
+    k, v = (repeat(a[n], "batch context heads d -> batch context (heads group) d", group=group) for n in "kv")
+    logits = a["scale"] * einsum(a["q"], k, "batch i heads d, batch j heads d -> batch heads i j")
+    if a["causal"]:
+        visible = torch.ones(seq, context, dtype=torch.bool).tril(context - seq)
+        logits = logits.masked_fill(~visible, float("-inf"))
+    out = einsum(logits.softmax(-1), v, "batch heads i j, batch j heads d -> batch i heads d")
+    return {"out": out, "lse": logits.logsumexp(-1)}
+
+
+FORMULAS: dict[str, Callable[[Args], dict[str, Tensor]]] = {
+    "rms_norm": _rms_norm, "linear": _linear, "qkv_rope": _qkv_rope, "gated_mlp": _gated_mlp, "attention": _attention,
+    "decode_attention": _attention,
+}  # fmt: skip
