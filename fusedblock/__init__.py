@@ -3,7 +3,7 @@
     fuse, unfuse, explain                        swap the decoder layers of a model; undo; which kernels run and why
     load_safetensors, save_safetensors           weights, under their original names
     measure                                      launches, HBM bytes, FLOPs and time before and after fusion
-    rms_norm, qkv_rope, attention, linear, gated_mlp     the operators themselves
+    rms_norm, layer_norm, qkv_rope, attention, linear, gated_mlp, plain_mlp     the operators themselves
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ __version__ = "0.1.0"
 
 # Public name -> module that holds it. Resolved on first use: importing fusedblock costs nothing beyond torch.
 _PUBLIC = {
-    "attention": "ops", "gated_mlp": "ops", "linear": "ops", "qkv_rope": "ops", "rms_norm": "ops",
+    "attention": "ops", "gated_mlp": "ops", "layer_norm": "ops", "linear": "ops", "plain_mlp": "ops", "qkv_rope": "ops", "rms_norm": "ops",
+    "rope": "ops",
     "explain": "models", "fuse": "models", "unfuse": "models",
     "load_safetensors": "models", "save_safetensors": "models",
     "measure": "metering", "options": "options",

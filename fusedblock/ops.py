@@ -18,12 +18,16 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import register_flop_formula
 
+from fusedblock import debug, options
+from fusedblock.kernels import _target
 from fusedblock.kernels import attention as _attention
 from fusedblock.kernels import decode_attention as _decode_attention
 from fusedblock.kernels import gated_mlp as _gated_mlp
 from fusedblock.kernels import linear as _linear
 from fusedblock.kernels import norm as _norm
+from fusedblock.kernels import plain_mlp as _plain_mlp
 from fusedblock.kernels import qkv_rope as _qkv_rope
+from fusedblock.kernels import rope as _rope
 from fusedblock.kernels._attention import normalise_mask
 from fusedblock.kernels._launch import runs_kernels
 from fusedblock.kernels._replay import replayed
@@ -33,11 +37,13 @@ from fusedblock.kernels._target import Target, override, target_of
 __all__ = [
     "COSTS", "OPS", "ShapeError", "DECODE_ROWS", "Target", "attention",
     "define", "define_composite", "direct", "dispatched", "empty",
-    "gated_mlp", "linear", "normalise_mask", "refuse_gradients", "qkv_rope", "rms_norm", "target_of",
+    "gated_mlp", "layer_norm", "linear", "normalise_mask", "plain_mlp", "refuse_gradients", "qkv_rope", "rms_norm", "rope", "target_of",
 ]  # fmt: skip
 
 # Queries times heads of a group up to this many take the split-KV kernel: a tile of them leaves most of the GPU idle.
 DECODE_ROWS = _decode_attention.MAX_ROWS
+
+_target.batch_invariant = lambda: options.current().batch_invariant
 
 _LIBRARY = torch.library.Library("fusedblock", "DEF")
 OPS: dict[str, Op] = {}
@@ -89,12 +95,7 @@ def _register(op: Op) -> Any:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         first = next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
-        if runs_kernels(first):
-            out = op.launch(*args, **kwargs)
-        else:
-            spec.axes(bound(args, kwargs))
-            with torch.autocast(first.device.type, enabled=False):  # kernels compute in the dtype they are given
-                out = op.reference(*args, **kwargs)
+        out = _watched(op, first, bound(args, kwargs)) if debug.watching(first) else _computed(op, first, args, kwargs)
         return out[0] if single else out
 
     def fake(*args: Any, **kwargs: Any) -> Any:
@@ -126,17 +127,21 @@ def _autograd(op: Op, names: list[str], results: list[str], backward: Any) -> No
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         outputs = (output,) if isinstance(output, Tensor) else output
-        known = {**dict(zip(names, inputs)), **dict(zip(results, outputs))}
+        made = dict(zip(results, outputs))
+        known = {**dict(zip(names, inputs)), **made}
         for name in op.no_grad:
             if known[name] is not None:
                 raise ValueError(f"{op.spec.name}: {name} is given, but gradients are wanted and there is no backward for it")
         for name, needed in zip(names, ctx.needs_input_grad):
             if needed and f"grad_{name}" not in gives and name not in op.passthrough:
                 raise ValueError(f"{op.spec.name}: {name} requires a gradient, and the op has none for it")
-        ctx.mark_non_differentiable(*(known[r] for r in results if r not in differentiable))
+        ctx.mark_non_differentiable(*(made[r] for r in results if r not in differentiable))
         ctx.set_materialize_grads(False)  # else autograd fills a zero gradient for every result that has none
-        ctx.like = [(known[r].shape, known[r].dtype, known[r].device) for r in differentiable]
-        kept = {n: known[n] for n in takes if n in known}
+        ctx.like = [(made[r].shape, made[r].dtype, made[r].device) for r in differentiable]
+        known.update({r: None for r, write in op.spec.writes.items() if not write.when(known)})  # to the backward: absent
+        ctx.options = options.current()  # a backward may run in a thread of autograd's own
+        absent = {r for r, w in op.spec.writes.items() if not w.when(known)}
+        kept = {n: None if n in absent else known[n] for n in takes if n in known}
         ctx.tensors = [n for n, v in kept.items() if isinstance(v, Tensor)]
         ctx.others = {n: v for n, v in kept.items() if not isinstance(v, Tensor)}
         ctx.save_for_backward(*(kept[n] for n in ctx.tensors))
@@ -152,7 +157,8 @@ def _autograd(op: Op, names: list[str], results: list[str], backward: Any) -> No
         known.update({f"need_{n}": wanted for n, wanted in need.items()})
         made: dict[str, Any] = {}
         if any(need[g.removeprefix("grad_")] for g in gives):
-            out = backward(*(known[n] for n in takes))
+            with options.under(ctx.options):
+                out = backward(*(known[n] for n in takes))
             made = dict(zip(gives, (out,) if isinstance(out, Tensor) else out))
         for name, grad in op.passthrough.items():
             made[f"grad_{name}"] = known[grad]
@@ -170,10 +176,24 @@ def dispatched(name: str, *args: Any) -> tuple[Any, ...]:
 def direct(name: str, *args: Any) -> tuple[Tensor, ...]:
     """The results of an op without the dispatcher: kernels or reference, as run does."""
     op = OPS[name]
-    if runs_kernels(args[0]):
-        return op.launch(*args)
-    op.spec.axes(_bound(op, args))
-    return op.reference(*args)
+    return _watched(op, args[0], _bound(op, args)) if debug.watching(args[0]) else _computed(op, args[0], args, {})
+
+
+def _computed(op: Op, first: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    if runs_kernels(first):
+        return op.launch(*args, **kwargs)
+    op.spec.axes({**_bound(op, args), **kwargs})
+    with torch.autocast(first.device.type, enabled=False):  # kernels compute in the dtype they are given
+        return op.reference(*args, **kwargs)
+
+
+def _watched(op: Op, first: Tensor, args: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    """The same between the checks of the debug option."""
+    op.spec.axes(args)
+    debug.check_inputs(op.spec, args)
+    out = _computed(op, first, (), args)
+    debug.check_results(op.spec, out)
+    return out
 
 
 def _bound(op: Op, args: Sequence[Any]) -> dict[str, Any]:
@@ -200,6 +220,8 @@ def define_composite(name: str, parameters: list[tuple[str, Any]], results: int,
     signature = inspect.Signature([inspect.Parameter(n, kind, annotation=t) for n, t in parameters])
 
     def run(*args: Any) -> Any:
+        if debug.watching(next(a for a in args if isinstance(a, Tensor))):
+            return compose(direct, *args)
         return replayed(name, lambda: compose(direct, *args), args, facts(args))
 
     def fake(*args: Any) -> Any:
@@ -222,10 +244,12 @@ def define_composite(name: str, parameters: list[tuple[str, Any]], results: int,
     return define(name, signature, results, run, fake, costs)
 
 
-_rms_norm_op = _register(_norm.OP)
+_norm_op = _register(_norm.OP)
 _linear_op = _register(_linear.OP)
 _qkv_rope_op = _register(_qkv_rope.OP)
+_rope_op = _register(_rope.OP)
 _gated_mlp_op = _register(_gated_mlp.OP)
+_plain_mlp_op = _register(_plain_mlp.OP)
 _attention_op = _register(_attention.OP)
 _decode_attention_op = _register(_decode_attention.OP)
 
@@ -240,55 +264,123 @@ def _rows(name: str, arg: str, x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.reshape(x.shape[:-1].numel(), 0)
 
 
-def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-6, weight_offset: float = 0.0, round_early: bool = True) -> Tensor:
-    """RMSNorm over the last axis: (weight + weight_offset) * x / sqrt(mean(x**2) + eps)  (Zhang & Sennrich 2019).
-
-    x `... hidden`, weight `hidden`, of one dtype (fp32, fp16, bf16); returns `... hidden`. Statistics are fp32. round_early
-    rounds the normalised x to x's dtype before the weight multiplies it, as HF's Llama does; False forms the product in
-    fp32 (OLMo2, gpt-oss; Gemma with weight_offset=1). Raises ShapeError or ValueError naming the argument and both values.
-    """
-    y, _ = _rms_norm_op(_rows("rms_norm", "x", x), weight, eps, weight_offset, round_early, _wants_grad(x, weight))
+def _norm_rows(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str, eps: float,
+               weight_offset: float = 0.0, round_early: bool = False) -> Tensor:  # fmt: skip
+    if residual is not None and residual.shape != x.shape:
+        raise ShapeError(f"{name}: residual has shape {tuple(residual.shape)}, expected {tuple(x.shape)}")
+    r = None if residual is None else _rows(name, "residual", residual)
+    dtype = x.dtype if residual is None else residual.dtype
+    save = _wants_grad(x, weight, bias)
+    y, _, _ = _norm_op(_rows(name, "x", x), weight, bias, r, kind, eps, weight_offset, round_early, save, dtype)
     return y.view(x.shape)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, residual: Tensor | None = None) -> Tensor:
-    """residual + x @ weight.T + bias in one launch.
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-6, weight_offset: float = 0.0, round_early: bool = True,
+             residual: Tensor | None = None) -> Tensor:  # fmt: skip
+    """RMSNorm over the last axis: residual + (weight + weight_offset) * x / sqrt(mean(x**2) + eps)  (Zhang & Sennrich 2019).
 
-    x `... in_features`, weight `out_features in_features`, bias `out_features`, residual `... out_features`; one dtype.
+    x `... hidden` and weight `hidden`, fp32, fp16 or bf16 each; residual `... hidden`. Returns `... hidden` in the residual's
+    dtype, else x's. Statistics are fp32. round_early rounds the normalised x to x's dtype before the weight multiplies it, as
+    HF's Llama does; False forms the product in fp32 (OLMo2, gpt-oss; Gemma with weight_offset=1). The product is rounded to
+    x's dtype before the residual is added. Raises ShapeError or ValueError naming the argument and both values.
+    """
+    return _norm_rows("rms_norm", x, weight, None, residual, "rms", eps, weight_offset, round_early)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float = 1e-5,
+               residual: Tensor | None = None) -> Tensor:  # fmt: skip
+    """LayerNorm over the last axis: residual + weight * (x - mean(x)) / sqrt(var(x) + eps) + bias  (Ba et al. 2016).
+
+    x `... hidden`, weight and bias `hidden` of one dtype, fp32, fp16 or bf16; residual `... hidden`. Returns `... hidden` in
+    the residual's dtype, else x's. Statistics are fp32, exact to that for means far larger than the deviation too. What is
+    normed is rounded to x's dtype before the residual is added. Raises ShapeError or ValueError naming the argument and both
+    values.
+    """
+    return _norm_rows("layer_norm", x, weight, bias, residual, "layer", eps)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, residual: Tensor | None = None,
+           scale: float = 1.0) -> Tensor:  # fmt: skip
+    """residual + scale * (x @ weight.T + bias) in one launch.
+
+    x `... in_features`, weight `out_features in_features` (dense rows or dense columns, read in place), bias `out_features`,
+    residual `... out_features`; one dtype, but the residual may be fp32 with fp16 or bf16, and the result has its dtype.
     Sums in fp32, rounded once. Raises ShapeError or ValueError naming the argument and both values.
     """
     if residual is not None and residual.shape[:-1] != x.shape[:-1]:
         expected = (*x.shape[:-1], *weight.shape[:1])
         raise ShapeError(f"linear: residual has shape {tuple(residual.shape)}, expected {tuple(expected)}")
     r = None if residual is None else _rows("linear", "residual", residual)
-    out, _, _ = _linear_op(_rows("linear", "x", x), weight, bias, r, None)
+    out, _, _ = _linear_op(_rows("linear", "x", x), weight, bias, r, None, scale)
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
-def qkv_rope(x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor, cos: Tensor, sin: Tensor, *, head_dim: int,
-             q_bias: Tensor | None = None, k_bias: Tensor | None = None, v_bias: Tensor | None = None,
-             ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """q, k, v = x @ weight.T + bias, then half-split rotary position embedding on q and k (RoFormer, arXiv 2104.09864).
+def _heads_of(arg: str, t: Tensor | None, head_dim: int) -> Any:
+    """A weight `rows hidden` or a bias `rows` as `heads head_dim ...`: a view."""
+    if t is None:
+        return None
+    if t.dim() < 1 or head_dim < 1 or t.shape[0] % head_dim:
+        raise ShapeError(f"qkv_rope: {arg} has shape {tuple(t.shape)}, expected a multiple of head_dim={head_dim} rows")
+    return t.unflatten(0, (-1, head_dim))
+
+
+def qkv_rope(x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor, cos: Tensor | None = None,
+             sin: Tensor | None = None, *, head_dim: int, q_bias: Tensor | None = None, k_bias: Tensor | None = None,
+             v_bias: Tensor | None = None, interleaved: bool = False, q_norm: Tensor | None = None,
+             k_norm: Tensor | None = None, norm_kind: str = "rms", eps: float = 1e-6, weight_offset: float = 0.0,
+             round_early: bool = True) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """q, k, v = x @ weight.T + bias, then per-head norm and rotary position embedding (arXiv 2104.09864) on q and k.
 
     x `batch seq hidden`; q_weight `heads*head_dim hidden`, k_weight and v_weight `kv_heads*head_dim hidden`, biases their
-    rows; cos and sin `batch|1 seq head_dim/2`, the angle of feature i turning it with feature i + head_dim/2 (the first half
-    of HF's tables). Returns q `batch seq heads head_dim`, k and v `batch seq kv_heads head_dim`. The rotation is done on the
-    fp32 sums, before the one rounding. Raises ShapeError or ValueError naming the argument and both values.
+    rows. q_norm `heads head_dim` or `head_dim` and k_norm alike, of any dtype: the norm over head_dim, norm_kind "rms" or
+    "layer" (mean-subtracting), with eps, weight_offset and round_early as rms_norm has them. cos and sin
+    `batch|1 seq half_rotary`, of any dtype: as rope has them. Weights and tables may be views of any strides. Returns q
+    `batch seq heads head_dim`, k and v `batch seq kv_heads head_dim`. All is done on the fp32 sums, before the one rounding.
+    Raises ShapeError or ValueError naming the argument and both values.
     """
-    return _qkv_rope_op(x, q_weight, k_weight, v_weight, q_bias, k_bias, v_bias, cos, sin, None, head_dim, 0.0)
+    weights = [_heads_of(f"{n}_weight", t, head_dim) for n, t in zip("qkv", (q_weight, k_weight, v_weight))]
+    biases = [_heads_of(f"{n}_bias", t, head_dim) for n, t in zip("qkv", (q_bias, k_bias, v_bias))]
+    norms = [t[None] if t is not None and t.dim() == 1 else t for t in (q_norm, k_norm)]
+    save = q_norm is not None and _wants_grad(x, *weights, *biases, *norms)
+    q, k, v, _, _ = _qkv_rope_op(x, *weights, *biases, cos, sin, None, *norms, interleaved, norm_kind, eps, weight_offset,
+                                 round_early, save)  # fmt: skip
+    return q, k, v
+
+
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> tuple[Tensor, Tensor]:
+    """Rotary position embedding of q and k in one launch (RoFormer, arXiv 2104.09864).
+
+    q `batch seq heads head_dim`, k `batch seq kv_heads head_dim`; cos and sin `batch|1 seq half_rotary`, of any dtype and any
+    strides: angle i turns feature i with feature i + half_rotary (of HF's tables that is the first half), or with interleaved
+    feature 2i with feature 2i + 1. Features from 2 * half_rotary on pass. Returns the two, turned. Raises ShapeError or
+    ValueError naming the argument and both values.
+    """
+    return _rope_op(q, k, cos, sin, interleaved)
 
 
 def gated_mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, *, activation: str = "silu",
               gate_bias: Tensor | None = None, up_bias: Tensor | None = None) -> Tensor:  # fmt: skip
     """activation(x @ gate_weight.T + gate_bias) * (x @ up_weight.T + up_bias)  (GLU variants, arXiv 2002.05202).
 
-    x `... hidden`, weights `ffn hidden`, biases `ffn`; activation "silu", "gelu" (erf) or "gelu_tanh". Returns `... ffn`.
-    With gradients wanted the two pre-activations are kept. Raises ShapeError or ValueError naming the argument and both values.
+    x `... hidden`, weights `ffn hidden`, biases `ffn`; activation "silu", "gelu" (erf), "gelu_tanh", "relu" or "relu2".
+    Returns `... ffn`. With gradients wanted the two pre-activations are kept. Raises ShapeError or ValueError naming the
+    argument and both values.
     """
     save = _wants_grad(x, gate_weight, up_weight, gate_bias, up_bias)
     rows = _rows("gated_mlp", "x", x)
     out, _, _ = _gated_mlp_op(rows, gate_weight, up_weight, gate_bias, up_bias, None, activation, 0.0, save)
     return out.view(*x.shape[:-1], gate_weight.shape[0])
+
+
+def plain_mlp(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str) -> Tensor:
+    """activation(x @ weight.T + bias): the first half of a two-layer MLP in one launch.
+
+    x `... hidden`, weight `ffn hidden` (dense rows or dense columns, read in place), bias `ffn`; activation "silu", "gelu"
+    (erf), "gelu_tanh", "relu" or "relu2" (relu squared), on the fp32 sums. Returns `... ffn`. With gradients wanted the
+    pre-activation is kept. Raises ShapeError or ValueError naming the argument and both values.
+    """
+    out, _ = _plain_mlp_op(_rows("plain_mlp", "x", x), weight, bias, activation, _wants_grad(x, weight, bias))
+    return out.view(*x.shape[:-1], weight.shape[0])
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Tensor | None = None, scale: float | None = None,
@@ -305,6 +397,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Te
     """
     m = normalise_mask(mask, q, k)
     few = k.dim() == 4 and k.shape[2] and q.shape[1] * q.shape[2] <= DECODE_ROWS * k.shape[2] and not _wants_grad(q, k, v)
+    few = few and not _target.batch_invariant()  # split keys are summed in an order of their own
     op = _decode_attention_op if few else _attention_op
     out, lse = op(q, k, v, m, causal, q.shape[-1] ** -0.5 if scale is None else scale)
     return (out, lse) if return_lse else out

@@ -1,20 +1,27 @@
-"""The three attention projections in one launch, with rotary position embedding in the epilogue.
+"""The three attention projections in one launch, with per-head norm and rotary position embedding in the epilogue.
 
     q, k, v = rstd * (x @ weight.T) + bias                      separate weights, separate results, one launch
-    q, k    = rotate(q), rotate(k)      half-split rotary embedding (Su et al. 2021, arXiv 2104.09864; GPT-NeoX form):
-              y[i] = u[i] * cos[i] - u[i + d/2] * sin[i],   y[i + d/2] = u[i + d/2] * cos[i] + u[i] * sin[i],   i < d/2
+    q, k    = norm(q), norm(k)                                  over head_dim, with q_norm and k_norm (see rope.py for "rms", "layer")
+    q, k    = rotate(q), rotate(k)                              with cos and sin (see rope.py)
 
     x          batch seq hidden
-    q_weight   q_width hidden, q_width = heads * head_dim      k_weight, v_weight   kv_width hidden
-    cos, sin   batch|1 seq half_dim, half_dim = head_dim / 2, of any dtype
+    q_weight   heads head_dim hidden                            k_weight, v_weight   kv_heads head_dim hidden
+    q_bias     heads head_dim                                   k_bias, v_bias       kv_heads head_dim
+    cos, sin   1|batch seq half_rotary, of any dtype and any strides; 2 * half_rotary <= head_dim
     sumsq      batch seq tiles: x is then `scaled` of the linear op and rstd comes from these partial sums (no gradient)
-    q          batch seq heads head_dim                        k, v   batch seq kv_heads head_dim
+    q_norm     1|heads head_dim                                 k_norm               1|kv_heads head_dim
+    q          batch seq heads head_dim                         k, v                 batch seq kv_heads head_dim
+    q_pre, k_pre   q and k before the norm, where save asks for what the backward needs
 
-Programs walk the tiles of q, then of k, then of v, each with its own weight, so that no weight is ever copied or packed.
-A tile's columns are (heads, halves, features), each half padded to a power of two: both features of a rotated pair lie in
-one tile. Where nothing is padded a tile is a plain run of rows, which a descriptor can fetch.
+Programs walk the tiles of q, then of k, then of v, each with its own weight, so that no weight is ever copied or packed. A
+weight is a view: heads any distance apart (a fused weight of q, k and v rows per head), rows dense over hidden, or dense over
+the rows (a weight kept as `hidden rows`).
 
-HBM, in elements: reads x and the weights, biases and tables once; writes q, k, v.
+A tile's columns are whole heads, each padded to a power of two, in the order of features where the pairs that turn together
+then lie at a distance that is a power of two; else as (halves, pairs). Where nothing is padded or permuted a descriptor fetches
+the tile. Sums, norm and rotation are in fp32, rounded once.
+
+HBM, in elements: reads x and the weights, biases and tables once; writes q, k, v and with save q_pre, k_pre.
 """
 
 from __future__ import annotations
@@ -22,21 +29,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from einops import einsum, rearrange, reduce
+from einops import rearrange, reduce
 from torch import Tensor
 
 from ._gemm import (
     Config,
     accumulator,
     configure,
-    grad_input,
-    grad_weight,
     load_tile,
     operand,
     options,
     programs,
     row_scale,
-    sum_rows,
     triton_dtype,
     usable,
 )  # fmt: skip
@@ -44,65 +48,72 @@ from ._lang import cdiv, next_power_of_2, tl, triton
 from ._launch import contiguous_last, on_device
 from ._launch import launch as _launch
 from ._math import tile_order
-from ._spec import Args, Op, ShapeError, Sizes, Spec, Stage, Write, accumulate_dtype, flag
+from ._spec import Args, Op, Sizes, Spec, Write, accumulate_dtype
 from ._target import target_of
+from .qkv_rope_backward import BACKWARD, BIASES, NORMS, WEIGHTS, check, head_flops
+from .rope import TABLES, rotate
 
 
-def _heads(sizes: Sizes, args: Args) -> dict[str, int]:
-    head_dim = args["head_dim"]
-    if not 16 <= head_dim <= 256 or head_dim % 8:
-        raise ValueError(f"qkv_rope: head_dim={head_dim}, expected 16 to 256 in multiples of 8")
-    for axis in ("q_width", "kv_width"):
-        if sizes[axis] % head_dim:
-            raise ShapeError(f"qkv_rope: {axis}={sizes[axis]} is not a multiple of head_dim={head_dim}")
-    if sizes["half_dim"] * 2 != head_dim:
-        raise ShapeError(f"qkv_rope: cos has half_dim={sizes['half_dim']}, expected head_dim/2={head_dim // 2}")
-    return {"heads": sizes["q_width"] // head_dim, "kv_heads": sizes["kv_width"] // head_dim, "head_dim": head_dim}
+def _check(sizes: Sizes, args: Args) -> dict[str, int]:
+    return check("qkv_rope", sizes, args)
 
 
-_WEIGHTS = {"q_weight": "q_width hidden", "k_weight": "kv_width hidden", "v_weight": "kv_width hidden"}
-_BIASES = {"q_bias": "q_width", "k_bias": "kv_width", "v_bias": "kv_width"}
-_TABLES = {"cos": "1|batch seq half_dim", "sin": "1|batch seq half_dim"}
+def _saves(args: Args) -> bool:
+    return args["save"] and args["q_norm"] is not None
+
 
 SPEC = Spec(
     name="qkv_rope",
-    reads={"x": "batch seq hidden", **_WEIGHTS, **_BIASES, **_TABLES, "sumsq": "batch seq tiles"},
-    optional=frozenset({*_BIASES, "sumsq"}),
-    any_dtype=frozenset({*_TABLES, "sumsq"}),
+    reads={"x": "batch seq hidden", **WEIGHTS, **BIASES, **TABLES, "sumsq": "batch seq tiles", **NORMS},
+    optional=frozenset({*BIASES, *TABLES, "sumsq", *NORMS}),
+    any_dtype=frozenset({*TABLES, "sumsq", *NORMS}),
     writes={
         "q": Write("batch seq heads head_dim", "x"),
         "k": Write("batch seq kv_heads head_dim", "x"),
         "v": Write("batch seq kv_heads head_dim", "x"),
+        "q_pre": Write("batch seq heads head_dim", "x", _saves),
+        "k_pre": Write("batch seq kv_heads head_dim", "x", _saves),
     },
-    derive=_heads,
+    derive=_check,
     flops=lambda s, a: s["batch"] * s["seq"] * (
-        2 * (s["q_width"] + 2 * s["kv_width"]) * s["hidden"] + 3 * (s["q_width"] + s["kv_width"])
+        2 * (s["heads"] + 2 * s["kv_heads"]) * s["head_dim"] * s["hidden"] + (s["heads"] + s["kv_heads"]) * head_flops(s, a)
     ),
 )  # fmt: skip
 
 
-def rotate(u: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """u `batch seq heads head_dim`, cos and sin `batch|1 seq half_dim`."""
-    cos, sin = (rearrange(t, "batch seq half -> batch seq 1 half") for t in (cos, sin))
-    a, b = rearrange(u, "batch seq heads (two half) -> two batch seq heads half", two=2)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+def head_norm(u: Tensor, weight: Tensor, kind: str, eps: float, weight_offset: float, round_early: bool,
+              dtype: torch.dtype) -> Tensor:  # fmt: skip
+    """u `... heads head_dim` in the dtype of sums, normalised over head_dim; dtype: what round_early rounds to."""
+    if kind == "layer":
+        u = u - u.mean(-1, keepdim=True)
+    u = u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps)
+    w = weight.to(u.dtype) + weight_offset
+    return w.to(dtype).to(w.dtype) * u.to(dtype).to(w.dtype) if round_early and kind == "rms" else w * u
 
 
 def reference(
     x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor, q_bias: Tensor | None, k_bias: Tensor | None,
-    v_bias: Tensor | None, cos: Tensor, sin: Tensor, sumsq: Tensor | None, head_dim: int, eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    v_bias: Tensor | None, cos: Tensor | None, sin: Tensor | None, sumsq: Tensor | None, q_norm: Tensor | None,
+    k_norm: Tensor | None, interleaved: bool, norm_kind: str, eps: float, weight_offset: float, round_early: bool, save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     acc = accumulate_dtype(x.dtype)
-    cos, sin = cos.to(acc), sin.to(acc)
-    out = []
-    for w, b in ((q_weight, q_bias), (k_weight, k_bias), (v_weight, v_bias)):
-        y = torch.nn.functional.linear(x, w, None if sumsq is not None else b)
+    out, kept = [], [x.new_empty(0), x.new_empty(0)]
+    for w, b, norm in ((q_weight, q_bias, q_norm), (k_weight, k_bias, k_norm), (v_weight, v_bias, None)):
+        rows, bias = w.flatten(0, 1), None if b is None else b.flatten()
+        y = torch.nn.functional.linear(x, rows, None if sumsq is not None else bias)
         if sumsq is not None:
             y = y.to(acc) * torch.rsqrt(reduce(sumsq, "batch seq tiles -> batch seq 1", "sum") / x.shape[-1] + eps)
-            y = (y if b is None else y + b).to(x.dtype)
-        out.append(rearrange(y, "batch seq (heads head_dim) -> batch seq heads head_dim", head_dim=head_dim))
-    q, k, v = out
-    return rotate(q.to(acc), cos, sin).to(x.dtype), rotate(k.to(acc), cos, sin).to(x.dtype), v
+            y = (y if bias is None else y + bias).to(x.dtype)
+        y = y.unflatten(-1, w.shape[:2])
+        turned = y.to(acc)
+        if norm is not None:
+            if save:
+                kept[len(out)] = y
+            turned = head_norm(turned, norm, norm_kind, eps, weight_offset, round_early, x.dtype)
+        if cos is not None and sin is not None and len(out) < 2:
+            turned = rotate(turned, cos, sin, interleaved)
+        out.append(turned.to(x.dtype))
+    return *out, *kept  # type: ignore[return-value]
 
 
 @triton.jit
@@ -210,20 +221,24 @@ def _config(m: int, head_dim: int, x: Tensor, cos: Tensor, operands: list[Tensor
 
 def launch(
     x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor, q_bias: Tensor | None, k_bias: Tensor | None,
-    v_bias: Tensor | None, cos: Tensor, sin: Tensor, sumsq: Tensor | None, head_dim: int, eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    args = {"x": x, "q_weight": q_weight, "k_weight": k_weight, "v_weight": v_weight, "q_bias": q_bias, "k_bias": k_bias,
-            "v_bias": v_bias, "cos": cos, "sin": sin, "sumsq": sumsq, "head_dim": head_dim}  # fmt: skip
+    v_bias: Tensor | None, cos: Tensor | None, sin: Tensor | None, sumsq: Tensor | None, q_norm: Tensor | None,
+    k_norm: Tensor | None, interleaved: bool, norm_kind: str, eps: float, weight_offset: float, round_early: bool, save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    args: dict[str, Any] = dict(locals())
     sizes = SPEC.axes(args)
-    q, k, v = SPEC.empty(args, sizes)
+    q, k, v, q_pre, k_pre = SPEC.empty(args, sizes)
+    head_dim = sizes["head_dim"]
+    if cos is None or sin is None or q_norm is not None or interleaved or sizes["half_rotary"] * 2 != head_dim:
+        raise NotImplementedError("qkv_rope")
     rows = contiguous_last(x).reshape(-1, sizes["hidden"])
-    weights = [contiguous_last(t) for t in (q_weight, k_weight, v_weight)]
+    weights = [contiguous_last(t.flatten(0, 1)) for t in (q_weight, k_weight, v_weight)]
     biases = [None if t is None else t.contiguous() for t in (q_bias, k_bias, v_bias)]
     cos_rows, sin_rows = _tables(cos, sin)
-    m, hidden, nq, nk = rows.shape[0], sizes["hidden"], sizes["q_width"], sizes["kv_width"]
+    m, hidden = rows.shape[0], sizes["hidden"]
+    nq, nk = sizes["heads"] * head_dim, sizes["kv_heads"] * head_dim
     flat = [q.view(m, nq), k.view(m, nk), v.view(m, nk)] if m else []
     if not flat:
-        return q, k, v
+        return q, k, v, q_pre, k_pre
     c = _config(m, head_dim, rows, cos, [rows, *weights, *flat])
     hp = padded_head(head_dim)
     parts, per_tile = max(1, hp // c.block_n), max(1, c.block_n // hp)
@@ -240,114 +255,7 @@ def launch(
             {"SHARED": cos_rows.shape[0] < m, "HD": head_dim, "HP": hp, "TILES_P": next_power_of_2(n_sums),
              "OUT": triton_dtype(x.dtype), "ACC": accumulator(x), **options(c)},
         )  # fmt: skip
-    return q, k, v
+    return q, k, v, q_pre, k_pre
 
 
-BACKWARD_SPEC = Spec(
-    name="qkv_rope_backward",
-    reads={"grad_q": "batch seq heads head_dim", "grad_k": "batch seq kv_heads head_dim",
-           "grad_v": "batch seq kv_heads head_dim", "x": "batch seq hidden", **_WEIGHTS, **_TABLES},
-    any_dtype=frozenset(_TABLES),
-    writes={
-        "grad_x": Write("batch seq hidden", "x", flag("need_x")),
-        **{f"grad_{n}": Write(axes, "x", flag(f"need_{n}")) for n, axes in {**_WEIGHTS, **_BIASES}.items()},
-    },
-    derive=_heads,
-    scratch={
-        "turned_q": Write("batch seq heads head_dim", "x"),
-        "turned_k": Write("batch seq kv_heads head_dim", "x"),
-    },
-    stages=(
-        Stage("qkv_rope_backward", ("grad_q", "grad_k", *_TABLES), ("turned_q", "turned_k"),
-              lambda s, a: 3 * s["batch"] * s["seq"] * (s["q_width"] + s["kv_width"])),
-        Stage("grad_input", ("turned_q", "turned_k", "grad_v", *_WEIGHTS), ("grad_x",),
-              lambda s, a: 2 * s["batch"] * s["seq"] * (s["q_width"] + 2 * s["kv_width"]) * s["hidden"]),
-        *[Stage("grad_weight", (dy, "x"), (f"grad_{w}",),
-                lambda s, a, width=width: 2 * s["batch"] * s["seq"] * s[width] * s["hidden"])  # type: ignore[misc]
-          for dy, w, width in (("turned_q", "q_weight", "q_width"), ("turned_k", "k_weight", "kv_width"),
-                               ("grad_v", "v_weight", "kv_width"))],
-        *[Stage("sum_rows", (dy,), (f"grad_{b}",),
-                lambda s, a, width=width: s["batch"] * s["seq"] * s[width])  # type: ignore[misc]
-          for dy, b, width in (("turned_q", "q_bias", "q_width"), ("turned_k", "k_bias", "kv_width"),
-                               ("grad_v", "v_bias", "kv_width"))],
-    ),
-)  # fmt: skip
-
-
-def backward_reference(
-    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor,
-    cos: Tensor, sin: Tensor, head_dim: int, need_x: bool, need_q_weight: bool, need_k_weight: bool, need_v_weight: bool,
-    need_q_bias: bool, need_k_bias: bool, need_v_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    acc = accumulate_dtype(x.dtype)
-    cos, sin = cos.to(acc), sin.to(acc)
-    turned = [rotate(g.to(acc), cos, -sin).to(x.dtype) for g in (grad_q, grad_k)]
-    dys = [rearrange(g, "batch seq heads head_dim -> batch seq (heads head_dim)") for g in (*turned, grad_v)]
-    weights = (q_weight, k_weight, v_weight)
-    dx = x.new_empty(0)  # absent results are apart from one another: an operator's results must not alias
-    if need_x:
-        dx = sum(einsum(d.to(acc), w.to(acc), "b s out, out hidden -> b s hidden") for d, w in zip(dys, weights)).to(x.dtype)  # type: ignore[union-attr]
-    dws = [einsum(d, x, "b s out, b s hidden -> out hidden") if need else x.new_empty(0)
-           for d, need in zip(dys, (need_q_weight, need_k_weight, need_v_weight))]  # fmt: skip
-    dbs = [reduce(d, "b s out -> out", "sum") if need else x.new_empty(0)
-           for d, need in zip(dys, (need_q_bias, need_k_bias, need_v_bias))]  # fmt: skip
-    return dx, *dws, *dbs  # type: ignore[return-value]
-
-
-@triton.jit
-def _turn_back_kernel(
-    gq, gk, cos, sin, dq, dk, M, SEQ, HEADS, KV_HEADS, stride_cos,
-    SHARED: tl.constexpr, HD: tl.constexpr, HALF: tl.constexpr, BM: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    rows = tl.program_id(0) * BM + tl.arange(0, BM)
-    h = tl.program_id(1)
-    i = tl.arange(0, HALF)
-    ok = (rows < M)[:, None] & (i < HD // 2)[None, :]
-    at = (rows % SEQ if SHARED else rows)[:, None].to(tl.int64) * stride_cos + i[None, :]
-    c = tl.load(cos + at, ok, other=0.0).to(ACC)
-    s = tl.load(sin + at, ok, other=0.0).to(ACC)
-    if h < HEADS:
-        src, dst, head, per_row = gq, dq, h, HEADS
-    else:
-        src, dst, head, per_row = gk, dk, h - HEADS, KV_HEADS
-    at = (rows[:, None].to(tl.int64) * per_row + head) * HD + i[None, :]
-    u = tl.load(src + at, ok, other=0.0).to(ACC)
-    v = tl.load(src + at + HD // 2, ok, other=0.0).to(ACC)
-    tl.store(dst + at, (u * c + v * s).to(dst.dtype.element_ty), ok)
-    tl.store(dst + at + HD // 2, (v * c - u * s).to(dst.dtype.element_ty), ok)
-
-
-def backward_launch(
-    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor,
-    cos: Tensor, sin: Tensor, head_dim: int, need_x: bool, need_q_weight: bool, need_k_weight: bool, need_v_weight: bool,
-    need_q_bias: bool, need_k_bias: bool, need_v_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    args: dict[str, Any] = dict(locals())
-    sizes = BACKWARD_SPEC.axes(args)
-    dx, *dws_dbs = BACKWARD_SPEC.empty(args, sizes)
-    turned_q, turned_k = BACKWARD_SPEC.empty_scratch(args, sizes)
-    m, seq, heads, kv_heads = sizes["batch"] * sizes["seq"], sizes["seq"], sizes["heads"], sizes["kv_heads"]
-    rows = contiguous_last(x).reshape(-1, sizes["hidden"])
-    cos_rows, sin_rows = _tables(cos, sin)
-    with on_device(x):
-        _launch(
-            _turn_back_kernel, (cdiv(m, 16), heads + kv_heads),
-            (grad_q.contiguous(), grad_k.contiguous(), cos_rows, sin_rows, turned_q, turned_k, m, max(seq, 1), heads, kv_heads,
-             cos_rows.stride(0)),
-            {"SHARED": cos_rows.shape[0] < m, "HD": head_dim, "HALF": next_power_of_2(head_dim // 2), "BM": 16,
-             "ACC": accumulator(x), "num_warps": 4},
-        )  # fmt: skip
-        widths = (sizes["q_width"], sizes["kv_width"], sizes["kv_width"])
-        dys = [g.view(m, width) for g, width in zip((turned_q, turned_k, grad_v.contiguous()), widths)]
-        if need_x:
-            grad_input(dys, [q_weight, k_weight, v_weight], dx.view(m, -1) if m else dx.view(0, sizes["hidden"]))
-        for dy, dw, need in zip(dys, dws_dbs[:3], (need_q_weight, need_k_weight, need_v_weight)):
-            if need:
-                grad_weight(dy, rows, dw)
-        for dy, db, need in zip(dys, dws_dbs[3:], (need_q_bias, need_k_bias, need_v_bias)):
-            if need:
-                sum_rows(dy, db)
-    return dx, *dws_dbs  # type: ignore[return-value]
-
-
-OP = Op(SPEC, launch, reference, Op(BACKWARD_SPEC, backward_launch, backward_reference), no_grad=frozenset({"sumsq"}))
+OP = Op(SPEC, launch, reference, BACKWARD, no_grad=frozenset({"sumsq"}))

@@ -58,10 +58,14 @@ def _plan(spec: BlockSpec, x: Tensor, context: int, training: bool, masked: bool
 def _front(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, cos: Tensor, sin: Tensor,
            training: bool) -> tuple[Tensor, ...]:  # fmt: skip
     """q `batch seq heads head_dim`, k and v `batch seq kv_heads head_dim`, rotated."""
-    y, _ = call("rms_norm", x.reshape(-1, spec.hidden), w.input_norm, spec.eps, spec.weight_offset, spec.round_early, training)
+    y, _, _ = call("norm", x.reshape(-1, spec.hidden), w.input_norm, None, None, "rms", spec.eps, spec.weight_offset,
+                   spec.round_early, training, x.dtype)  # fmt: skip
     half = spec.head_dim // 2
-    return call("qkv_rope", y.view(x.shape), w.q, w.k, w.v, w.q_bias, w.k_bias, w.v_bias, cos[..., :half], sin[..., :half], None,
-                spec.head_dim, 0.0)  # fmt: skip
+    weights = [t.unflatten(0, (-1, spec.head_dim)) for t in (w.q, w.k, w.v)]
+    biases = [None if t is None else t.unflatten(0, (-1, spec.head_dim)) for t in (w.q_bias, w.k_bias, w.v_bias)]
+    q, k, v, _, _ = call("qkv_rope", y.view(x.shape), *weights, *biases, cos[..., :half], sin[..., :half], None, None, None, False,
+                         "rms", 0.0, 0.0, False, False)  # fmt: skip
+    return q, k, v
 
 
 def _back(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
@@ -71,12 +75,13 @@ def _back(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, q: Tensor, k:
     attend = "decode_attention" if steps.decode else "attention"
     a, _ = call(attend, q, k, v, mask, causal, spec.scale)
     gamma = w.post_norm if steps.row_statistics else None
-    h, y, sumsq = call("linear", a.reshape(rows.shape[0], spec.heads * spec.head_dim), w.o, w.o_bias, rows, gamma)
+    h, y, sumsq = call("linear", a.reshape(rows.shape[0], spec.heads * spec.head_dim), w.o, w.o_bias, rows, gamma, 1.0)
     if not steps.row_statistics:
-        y, _ = call("rms_norm", h, w.post_norm, spec.eps, spec.weight_offset, spec.round_early, training)
+        y, _, _ = call("norm", h, w.post_norm, None, None, "rms", spec.eps, spec.weight_offset, spec.round_early, training,
+                       h.dtype)  # fmt: skip
         sumsq = None
     g, _, _ = call("gated_mlp", y, w.gate, w.up, w.gate_bias, w.up_bias, sumsq, spec.activation, spec.eps, training)
-    out, _, _ = call("linear", g, w.down, w.down_bias, h, None)
+    out, _, _ = call("linear", g, w.down, w.down_bias, h, None, 1.0)
     # Not a view to autograd: hooks on the layer's result (FSDP2's) and in-place operations after it then mean this tensor.
     return torch.ops.aten._unsafe_view.default(out, x.shape)
 
