@@ -43,8 +43,13 @@ __all__ = [
 # Queries times heads of a group up to this many take the split-KV kernel: a tile of them leaves most of the GPU idle.
 DECODE_ROWS = _decode_attention.MAX_ROWS
 
-_target.batch_invariant = lambda: options.current().batch_invariant
 
+@torch.compiler.assume_constant_result  # torch.compile cannot trace it
+def _batch_invariant() -> bool:
+    return options.current().batch_invariant
+
+
+_target.batch_invariant = _batch_invariant
 _LIBRARY = torch.library.Library("fusedblock", "DEF")
 OPS: dict[str, Op] = {}
 # Op name -> its launches and their costs for given arguments; holds the composite ops of blocks/ too.
@@ -397,7 +402,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Te
     """
     m = normalise_mask(mask, q, k)
     few = k.dim() == 4 and k.shape[2] and q.shape[1] * q.shape[2] <= DECODE_ROWS * k.shape[2] and not _wants_grad(q, k, v)
-    few = few and not _target.batch_invariant()  # split keys are summed in an order of their own
+    few = few and not _batch_invariant()  # split keys are summed in an order of their own
     op = _decode_attention_op if few else _attention_op
     out, lse = op(q, k, v, m, causal, q.shape[-1] ** -0.5 if scale is None else scale)
     return (out, lse) if return_lse else out

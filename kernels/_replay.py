@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import _launch
+from . import _launch, _target
 from ._lang import TensorDescriptor
 
 _ALIGN = 256  # bytes, as torch's allocator gives
@@ -245,7 +245,7 @@ def replayed(name: str, compose: Callable[[], Any], args: Sequence[Any], facts: 
     first = inputs[0]
     if not _launch.replays(first):
         return compose()
-    key = (name, first.device, facts, *[layout(a) if isinstance(a, Tensor) else a for a in args])
+    key = (name, first.device, _target.batch_invariant(), facts, *[layout(a) if isinstance(a, Tensor) else a for a in args])
     program = _programs.get(key, _UNKNOWN)  # one look-up: another thread may clear the table
     if program is not _UNKNOWN:
         made = None if program is None else program.run(inputs)

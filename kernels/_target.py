@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,6 +19,7 @@ class Target:
     sms: int
     smem_bytes: int  # per program, after opt-in
     l2_bytes: int
+    batch_invariant: bool = False  # choose nothing by the number of rows: see fusedblock.options
 
     @property
     def capability(self) -> int:
@@ -42,6 +43,8 @@ TARGETS = {
 }
 
 _override: list[Target] = []
+# Whether batch_invariant is asked for here and now. Set by ops.py: options are a matter of the layers above.
+batch_invariant: Callable[[], bool] = lambda: False
 
 
 @contextmanager
@@ -64,10 +67,17 @@ def _of_cuda(index: int) -> Target:
     return Target("cuda", p.major * 10 + p.minor, p.multi_processor_count, smem, p.L2_cache_size)
 
 
+@functools.cache
+def invariant(target: Target) -> Target:
+    return replace(target, batch_invariant=True)
+
+
 def target_of(device: torch.device) -> Target:
     """The target for tensors on `device`; a CPU answers as an H200, the first target, so that plans can be read without one."""
     if _override:
-        return _override[-1]
-    if device.type == "cuda":
-        return _of_cuda(torch.cuda.current_device() if device.index is None else device.index)
-    return TARGETS["sm_90"]
+        target = _override[-1]
+    elif device.type == "cuda":
+        target = _of_cuda(torch.cuda.current_device() if device.index is None else device.index)
+    else:
+        target = TARGETS["sm_90"]
+    return invariant(target) if batch_invariant() else target

@@ -98,6 +98,7 @@ TABLE: dict[str, tuple[tuple[int, int, Config, Config], ...]] = {
 def configure(head_dim: int, itemsize: int, masked: bool, target: Target) -> Config:
     dp = next_power_of_2(head_dim)
     rows = TABLE[shared.kind_of(target)]
+    masked = masked or target.batch_invariant  # the blocks of keys, and so the order of a row's sums, must not tell them apart
     return next((with_mask if masked else plain) for d, size, plain, with_mask in rows if dp <= d and itemsize <= size)
 
 
