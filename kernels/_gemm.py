@@ -236,21 +236,25 @@ def grad_weight_kernel(
 
 
 @triton.jit
-def sum_rows_kernel(x, out, ROWS, COLS, stride, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr):
-    """out[c] = sum over rows of x[r, c], in a fixed order."""
+def sum_rows_kernel(x, out, second, ROWS, COLS, OUT, stride, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr):
+    """out[c] = sum over rows of x[r, c], in a fixed order; columns beyond the first OUT go to second."""
     col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.arange(0, BLOCK_R)
     acc = tl.zeros([BLOCK_R, BLOCK], ACC)
     for r in range(0, ROWS, BLOCK_R):
         at = (r + row)[:, None].to(tl.int64) * stride + col[None, :]
         acc += tl.load(x + at, (r + row < ROWS)[:, None] & (col < COLS)[None, :], other=0.0).to(ACC)
-    tl.store(out + col, tl.sum(acc, 0).to(out.dtype.element_ty), col < COLS)
+    total = tl.sum(acc, 0).to(out.dtype.element_ty)
+    tl.store(out + col, total, col < OUT)
+    if second is not None:
+        tl.store(second + (col - OUT), total, (col >= OUT) & (col < COLS))
 
 
-def sum_rows(x: Tensor, out: Tensor) -> None:
+def sum_rows(x: Tensor, out: Tensor, second: Tensor | None = None) -> None:
+    """out = sum of x's rows, its further columns to second. x `rows (out second)`."""
     rows, cols = x.shape
     constexprs = {"BLOCK_R": 32, "BLOCK": 64, "ACC": accumulator(x), "num_warps": 4}
-    launch(sum_rows_kernel, (cdiv(cols, 64),), (x, out, rows, cols, x.stride(0)), constexprs)
+    launch(sum_rows_kernel, (cdiv(cols, 64),), (x, out, second, rows, cols, out.shape[0], x.stride(0)), constexprs)
 
 
 def grad_input(dys: Sequence[Tensor], weights: Sequence[Tensor], dx: Tensor) -> None:

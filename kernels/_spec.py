@@ -64,7 +64,8 @@ class Cost:
 
 @dataclass(frozen=True)
 class Write:
-    """A result or scratch buffer: axes, dtype (an argument's name, "accumulate:ARG" or a torch dtype's name), when it exists."""
+    """A result or scratch buffer: axes, dtype (an argument's name, "accumulate:ARG" or a torch dtype's name), when it exists.
+    The argument may be a torch.dtype itself."""
 
     axes: str
     dtype: str
@@ -131,6 +132,8 @@ class Spec:
 
     def dtype(self, write: Write, args: Args) -> torch.dtype:
         kind, _, arg = write.dtype.rpartition(":")
+        if isinstance(args.get(arg), torch.dtype):
+            return args[arg]
         if arg in self.reads:
             return accumulate_dtype(args[arg].dtype) if kind == "accumulate" else args[arg].dtype
         return getattr(torch, arg)

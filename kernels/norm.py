@@ -1,22 +1,27 @@
-"""RMSNorm (Zhang & Sennrich 2019, arXiv 1910.07467), forward and backward.
+"""RMSNorm (Zhang & Sennrich 2019, arXiv 1910.07467) and LayerNorm (Ba et al. 2016, arXiv 1607.06450), forward and backward.
 
-    xhat = x * rstd,   rstd = 1 / sqrt(mean(x**2, hidden) + eps)         statistics in fp32
-    y    = (weight + weight_offset) * xhat
+    c    = x (kind "rms")  or  x - mean(x, hidden) (kind "layer")
+    xhat = c * rstd,   rstd = 1 / sqrt(mean(c**2, hidden) + eps)         statistics in fp32
+    y    = residual + ((weight + weight_offset) * xhat + bias)           the normed value is rounded to x's dtype first
 
-    x, y      tokens hidden
-    weight    hidden
-    rstd      tokens                                                     saved for the backward
+    x, y, residual   tokens hidden                  y and residual of dtype `dtype`, which may differ from x's
+    weight, bias     hidden                         of one dtype, which may differ from x's
+    mean             tokens, fp64, kind "layer"     saved for the backward, as is
+    rstd             tokens
 
-round_early: xhat is rounded to x's dtype before the weight multiplies it (Llama and most HF models); otherwise the product
-is formed in fp32 and rounded once (OLMo2, gpt-oss; Gemma with weight_offset 1).
+round_early, of kind "rms" only (without effect on "layer"): xhat is rounded to x's dtype before the weight multiplies it (Llama
+and most HF models); otherwise the product is formed in fp32 and rounded once (OLMo2, gpt-oss; Gemma with weight_offset 1).
 
-HBM, in elements:  forward reads tokens*hidden + hidden, writes tokens*hidden + tokens (fp32).
-One program holds one row in registers, so hidden <= MAX_HIDDEN.
+A mean far larger than the deviation costs no accuracy: the row is centred twice in registers, the second time by what the
+rounding of the first mean left, and the sum of both is kept in fp64, which the backward takes apart again.
+
+HBM, in elements:  forward reads tokens*hidden + hidden, writes tokens*hidden + tokens (bias, residual and mean as much again).
+One program holds whole rows in registers, so hidden <= MAX_HIDDEN; short rows share a program.
 
 Backward, with g = grad_y * (weight + weight_offset):
-    grad_x = rstd * (g - xhat * mean(g * xhat, hidden))
-    grad_weight = sum(grad_y * xhat, tokens), as per-program partial sums in a fixed order and a second launch: equal bits
-    from run to run.
+    grad_x = rstd * (g - xhat * mean(g * xhat, hidden) [- mean(g, hidden), kind "layer"])
+    grad_weight = sum(grad_y * xhat, tokens) and grad_bias = sum(grad_y, tokens), as per-program partial sums in a fixed order
+    and a second launch for both: equal bits from run to run. The residual's gradient is grad_y itself.
 """
 
 from __future__ import annotations
@@ -25,197 +30,281 @@ import torch
 from einops import rearrange, reduce
 from torch import Tensor
 
-from ._gemm import accumulator
+from ._gemm import accumulator, sum_rows
 from ._lang import cdiv, next_power_of_2, tl, triton
 from ._launch import contiguous_last, on_device
 from ._launch import launch as _launch
-from ._spec import Args, Op, Sizes, Spec, Stage, Write, accumulate_dtype, flag
+from ._spec import DTYPES, Args, Op, Sizes, Spec, Stage, Write, accumulate_dtype, flag
 from ._target import Target, target_of
 
 MAX_HIDDEN = 65536
+KINDS = ("rms", "layer")
 
 
 def _check(sizes: Sizes, args: Args) -> dict[str, int]:
     if sizes["hidden"] > MAX_HIDDEN:
-        raise ValueError(f"rms_norm: hidden={sizes['hidden']} exceeds the largest supported, {MAX_HIDDEN}")
+        raise ValueError(f"norm: hidden={sizes['hidden']} exceeds the largest supported, {MAX_HIDDEN}")
+    if args["kind"] not in KINDS:
+        raise ValueError(f"norm: kind={args['kind']!r}, expected one of {', '.join(KINDS)}")
+    if args["weight"].dtype not in DTYPES:
+        raise ValueError(f"norm: weight has dtype {args['weight'].dtype}, expected one of {', '.join(map(str, DTYPES))}")
     return {}
 
 
+def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
+    weight, bias, residual, dtype = args["weight"], args["bias"], args["residual"], args["dtype"]
+    if bias is not None and bias.dtype != weight.dtype:
+        raise ValueError(f"norm: bias has dtype {bias.dtype}, but weight has {weight.dtype}")
+    if dtype not in DTYPES:
+        raise ValueError(f"norm: dtype={dtype}, expected one of {', '.join(map(str, DTYPES))}")
+    if residual is not None and residual.dtype != dtype:
+        raise ValueError(f"norm: residual has dtype {residual.dtype}, but the result has dtype={dtype}")
+    return _check(sizes, args)
+
+
+def _flops(sizes: Sizes, args: Args) -> tuple[int, int]:
+    given = sum(args[n] is not None for n in ("bias", "residual"))
+    elements = sizes["tokens"] * sizes["hidden"]
+    layer = args["kind"] == "layer"
+    model = elements * (4 + 2 * layer + given) + 3 * sizes["tokens"]
+    return model, model + 2 * elements * layer  # centred twice
+
+
 SPEC = Spec(
-    name="rms_norm",
-    reads={"x": "tokens hidden", "weight": "hidden"},
-    writes={"y": Write("tokens hidden", "x"), "rstd": Write("tokens", "accumulate:x", flag("save_rstd"))},
-    derive=_check,
-    flops=lambda s, a: s["tokens"] * (4 * s["hidden"] + 3),
+    name="norm",
+    reads={"x": "tokens hidden", "weight": "hidden", "bias": "hidden", "residual": "tokens hidden"},
+    optional=frozenset({"bias", "residual"}),
+    any_dtype=frozenset({"weight", "bias", "residual"}),
+    writes={
+        "y": Write("tokens hidden", "dtype"),
+        "mean": Write("tokens", "float64", lambda a: a["save"] and a["kind"] == "layer"),
+        "rstd": Write("tokens", "accumulate:x", flag("save")),
+    },
+    derive=_axes,
+    flops=_flops,
 )
 
 # Row bytes up to -> warps. H200, 2026-11-29, rows of 4096 bf16: 4 warps; the rest by the same bytes per thread (64).
-WARPS = ((2048, 1), (4096, 2), (8192, 4), (16384, 8), (1 << 62, 16))
+WARPS = ((8192, 4), (16384, 8), (1 << 62, 16))
 
 
-def configure(hidden: int, itemsize: int) -> int:
-    """Warps for one row."""
-    return next(warps for limit, warps in WARPS if hidden * itemsize <= limit)
+def configure(hidden: int, itemsize: int) -> tuple[int, int]:
+    """(rows of a program, warps): short rows fill a program of four warps together."""
+    size = next_power_of_2(hidden) * itemsize
+    return max(WARPS[0][0] // max(size, 128), 1), next(warps for limit, warps in WARPS if size <= limit)
 
 
 def reference(
-    x: Tensor, weight: Tensor, eps: float, weight_offset: float, round_early: bool, save_rstd: bool
-) -> tuple[Tensor, Tensor]:
-    f = x.to(accumulate_dtype(x.dtype))
-    rstd = torch.rsqrt(reduce(f.square(), "tokens hidden -> tokens 1", "mean") + eps)
-    xhat = f * rstd
-    if round_early:
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str, eps: float, weight_offset: float,
+    round_early: bool, save: bool, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    v = x.to(accumulate_dtype(x.dtype))
+    mean = x.new_empty(0, dtype=torch.float64)
+    if kind == "layer":
+        coarse = reduce(v, "tokens hidden -> tokens 1", "mean")
+        fine = reduce(v - coarse, "tokens hidden -> tokens 1", "mean")
+        v = v - coarse - fine
+        if save:
+            mean = rearrange(coarse.double() + fine.double(), "tokens 1 -> tokens")
+    rstd = torch.rsqrt(reduce(v.square(), "tokens hidden -> tokens 1", "mean") + eps)
+    xhat = v * rstd
+    if round_early and kind == "rms":
         xhat = xhat.to(x.dtype)
         w = weight + weight_offset if weight_offset else weight
     else:
-        w = weight.to(f.dtype) + weight_offset
-    return (w * xhat).to(x.dtype), rearrange(rstd, "tokens 1 -> tokens") if save_rstd else rstd.new_empty(0)
+        w = weight.to(v.dtype) + weight_offset
+    y = w * xhat if bias is None else w * xhat + bias
+    y = y.to(x.dtype)
+    y = y if residual is None else residual + y
+    return y.to(dtype), mean, rearrange(rstd, "tokens 1 -> tokens") if save else rstd.new_empty(0)
 
 
 @triton.jit
 def _forward_kernel(
-    x, weight, y, rstd, stride_x, HIDDEN, eps, weight_offset,
-    BLOCK: tl.constexpr, ROUND_EARLY: tl.constexpr, SAVE: tl.constexpr, ACC: tl.constexpr,
+    x, weight, bias, residual, y, mean, rstd, stride_x, stride_r, TOKENS, HIDDEN, eps, weight_offset,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, ROUND_EARLY: tl.constexpr, SAVE: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)  # int64: tokens * hidden may pass 2**31
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # int64: tokens * hidden may pass 2**31
     col = tl.arange(0, BLOCK)
-    mask = col < HIDDEN
-    v = tl.load(x + row * stride_x + col, mask, other=0.0).to(ACC)
-    r = (1.0 / tl.sqrt(tl.sum(v * v, 0) / HIDDEN + eps)).to(ACC)
+    inside = (col < HIDDEN)[None, :]
+    mask = (row < TOKENS)[:, None] & inside
+    v = tl.load(x + row[:, None] * stride_x + col[None, :], mask, other=0.0).to(ACC)
+    if KIND == "layer":
+        coarse = tl.sum(v, 1) / HIDDEN
+        v = tl.where(inside, v - coarse[:, None], 0.0)
+        fine = tl.sum(v, 1) / HIDDEN  # v is exact where the mean is large, so this is all that coarse is off by
+        v = tl.where(inside, v - fine[:, None], 0.0)
+        if SAVE:
+            tl.store(mean + row, coarse.to(tl.float64) + fine.to(tl.float64), row < TOKENS)
+    r = (1.0 / tl.sqrt(tl.sum(v * v, 1) / HIDDEN + eps)).to(ACC)
     if SAVE:
-        tl.store(rstd + row, r)
-    v = v * r
-    w = tl.load(weight + col, mask, other=0.0)
+        tl.store(rstd + row, r, row < TOKENS)
+    v = v * r[:, None]
+    w = tl.load(weight + col, col < HIDDEN, other=0.0)
     if ROUND_EARLY:
-        v = v.to(y.dtype.element_ty).to(ACC)
-        w = (w.to(ACC) + weight_offset).to(y.dtype.element_ty)
+        v = v.to(x.dtype.element_ty).to(ACC)
+        w = (w.to(ACC) + weight_offset).to(weight.dtype.element_ty)
     else:
         w = w.to(ACC) + weight_offset
-    tl.store(y + row * HIDDEN + col, (v * w.to(ACC)).to(y.dtype.element_ty), mask)
+    v = v * w.to(ACC)[None, :]
+    if bias is not None:
+        v += tl.load(bias + col, col < HIDDEN, other=0.0).to(ACC)[None, :]
+    v = v.to(x.dtype.element_ty)
+    if residual is not None:
+        v = v.to(ACC) + tl.load(residual + row[:, None] * stride_r + col[None, :], mask, other=0.0).to(ACC)
+    tl.store(y + row[:, None] * HIDDEN + col[None, :], v.to(y.dtype.element_ty), mask)
 
 
 @triton.jit
 def _backward_kernel(
-    grad_y, x, weight, rstd, grad_x, partial, stride_g, stride_x, TOKENS, HIDDEN, weight_offset,
-    BLOCK: tl.constexpr, NEED_X: tl.constexpr, NEED_W: tl.constexpr, ACC: tl.constexpr,
+    grad_y, x, weight, mean, rstd, grad_x, partial, stride_g, stride_x, TOKENS, HIDDEN, weight_offset,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, NEED_X: tl.constexpr, NEED_W: tl.constexpr,
+    NEED_B: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
-    per = tl.cdiv(TOKENS, tl.num_programs(0))
+    per = tl.cdiv(tl.cdiv(TOKENS, ROWS), tl.num_programs(0)) * ROWS
     col = tl.arange(0, BLOCK)
-    mask = col < HIDDEN
+    inside = col < HIDDEN
     if BLOCK <= 8192:
-        w = tl.load(weight + col, mask, other=0.0).to(ACC) + weight_offset
-    dw = tl.zeros([BLOCK], ACC)
+        w = tl.load(weight + col, inside, other=0.0).to(ACC) + weight_offset
+    dw = tl.zeros([ROWS, BLOCK], ACC)
+    db = tl.zeros([ROWS, BLOCK], ACC)
     first = (pid * per).to(tl.int64)
-    for i in range(0, tl.minimum(per, TOKENS - pid * per)):
-        row = first + i
+    for i in range(0, tl.minimum(per, TOKENS - pid * per), ROWS):
+        row = first + i + tl.arange(0, ROWS)
+        mask = (row < TOKENS)[:, None] & inside[None, :]
         if BLOCK > 8192:  # again for every row, from cache: kept in registers it makes rows of 16384 spill
-            w = tl.load(weight + col, mask, other=0.0).to(ACC) + weight_offset
-        g = tl.load(grad_y + row * stride_g + col, mask, other=0.0).to(ACC)
-        r = tl.load(rstd + row)
-        xhat = tl.load(x + row * stride_x + col, mask, other=0.0).to(ACC) * r
+            w = tl.load(weight + col, inside, other=0.0).to(ACC) + weight_offset
+        g = tl.load(grad_y + row[:, None] * stride_g + col[None, :], mask, other=0.0).to(ACC)
+        r = tl.load(rstd + row, row < TOKENS, other=0.0)[:, None]
+        xhat = tl.load(x + row[:, None] * stride_x + col[None, :], mask, other=0.0).to(ACC)
+        if KIND == "layer":
+            m = tl.load(mean + row, row < TOKENS, other=0.0)
+            coarse = m.to(ACC)
+            fine = (m - coarse.to(tl.float64)).to(ACC)
+            xhat = xhat - coarse[:, None] - fine[:, None]  # not 0 beyond the row, but g is
+        xhat = xhat * r
         if NEED_W:
             dw += g * xhat
+        if NEED_B:
+            db += g
         if NEED_X:
-            g = g * w
-            g = r * (g - xhat * (tl.sum(g * xhat, 0) / HIDDEN))
-            tl.store(grad_x + row * HIDDEN + col, g.to(grad_x.dtype.element_ty), mask)
+            g = g * w[None, :]
+            dx = g - xhat * (tl.sum(g * xhat, 1) / HIDDEN)[:, None]
+            if KIND == "layer":
+                dx -= (tl.sum(g, 1) / HIDDEN)[:, None]
+            tl.store(grad_x + row[:, None] * HIDDEN + col[None, :], (r * dx).to(grad_x.dtype.element_ty), mask)
+    at = partial + pid.to(tl.int64) * HIDDEN * (NEED_W + NEED_B) + col
     if NEED_W:
-        tl.store(partial + pid.to(tl.int64) * HIDDEN + col, dw, mask)
-
-
-@triton.jit
-def _sum_rows_kernel(partial, out, ROWS, HIDDEN, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr):
-    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.arange(0, BLOCK_R)
-    acc = tl.zeros([BLOCK_R, BLOCK], ACC)
-    for r in range(0, ROWS, BLOCK_R):
-        at = (r + row)[:, None].to(tl.int64) * HIDDEN + col[None, :]
-        acc += tl.load(partial + at, (r + row < ROWS)[:, None] & (col < HIDDEN)[None, :], other=0.0)
-    tl.store(out + col, tl.sum(acc, 0).to(out.dtype.element_ty), col < HIDDEN)
+        tl.store(at, tl.sum(dw, 0), inside)
+    if NEED_B:
+        tl.store(at + NEED_W * HIDDEN, tl.sum(db, 0), inside)
 
 
 def launch(
-    x: Tensor, weight: Tensor, eps: float, weight_offset: float, round_early: bool, save_rstd: bool
-) -> tuple[Tensor, Tensor]:
-    args = {"x": x, "weight": weight, "save_rstd": save_rstd}
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str, eps: float, weight_offset: float,
+    round_early: bool, save: bool, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    args = {"x": x, "weight": weight, "bias": bias, "residual": residual, "kind": kind, "save": save, "dtype": dtype}
     sizes = SPEC.axes(args)
-    y, rstd = SPEC.empty(args, sizes)
+    y, mean, rstd = SPEC.empty(args, sizes)
     x, weight = contiguous_last(x), weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    residual = None if residual is None else contiguous_last(residual)
     tokens, hidden = sizes["tokens"], sizes["hidden"]
+    rows, warps = configure(hidden, x.element_size())
     with on_device(x):
         _launch(
-            _forward_kernel, (tokens,), (x, weight, y, rstd, x.stride(0), hidden, eps, weight_offset),
-            {"BLOCK": next_power_of_2(hidden), "ROUND_EARLY": round_early, "SAVE": save_rstd, "ACC": accumulator(x),
-             "num_warps": configure(hidden, x.element_size())},
+            _forward_kernel, (cdiv(tokens, rows),),
+            (x, weight, bias, residual, y, mean, rstd, x.stride(0), 0 if residual is None else residual.stride(0), tokens, hidden,
+             eps, weight_offset),
+            {"ROWS": rows, "BLOCK": next_power_of_2(hidden), "KIND": kind, "ROUND_EARLY": round_early and kind == "rms",
+             "SAVE": save, "ACC": accumulator(x), "num_warps": warps},
         )  # fmt: skip
-    return y, rstd
+    return y, mean, rstd
 
 
-def _programs(tokens: int, target: Target) -> int:
-    # A few programs an SM hide the loads of the next row; every program writes one partial row of grad_weight.
-    return min(tokens, 4 * target.sms)
+def _programs(tokens: int, rows: int, target: Target) -> int:
+    # A few programs an SM hide the loads of the next rows; every program writes one partial row of each sum.
+    return min(cdiv(tokens, rows), 4 * target.sms)
 
 
 def _backward_axes(sizes: Sizes, args: Args) -> dict[str, int]:
-    return {**_check(sizes, args), "programs": _programs(sizes["tokens"], target_of(args["x"].device))}
+    rows, _ = configure(sizes["hidden"], 2 * args["x"].element_size())
+    programs = _programs(sizes["tokens"], rows, target_of(args["x"].device))
+    return {**_check(sizes, args), "programs": programs, "sums": args["need_weight"] + args["need_bias"]}
 
 
 BACKWARD_SPEC = Spec(
-    name="rms_norm_backward",
-    reads={"grad_y": "tokens hidden", "x": "tokens hidden", "weight": "hidden", "rstd": "tokens"},
-    any_dtype=frozenset({"rstd"}),
+    name="norm_backward",
+    reads={"x": "tokens hidden", "grad_y": "tokens hidden", "weight": "hidden", "mean": "tokens", "rstd": "tokens"},
+    optional=frozenset({"mean"}),
+    any_dtype=frozenset({"grad_y", "weight", "mean", "rstd"}),
     writes={
         "grad_x": Write("tokens hidden", "x", flag("need_x")),
         "grad_weight": Write("hidden", "weight", flag("need_weight")),
+        "grad_bias": Write("hidden", "weight", flag("need_bias")),
     },
-    scratch={"partial": Write("programs hidden", "accumulate:x", flag("need_weight"))},
+    scratch={"partial": Write("programs sums hidden", "accumulate:x", flag("need_weight", "need_bias"))},
     derive=_backward_axes,
     stages=(
-        Stage("rms_norm_backward", ("grad_y", "x", "weight", "rstd"), ("grad_x", "partial"),
-              lambda s, a: 9 * s["tokens"] * s["hidden"]),
-        Stage("rms_norm_backward_weight", ("partial",), ("grad_weight",), lambda s, a: s["programs"] * s["hidden"]),
+        Stage("norm_backward", ("grad_y", "x", "weight", "mean", "rstd"), ("grad_x", "partial"),
+              lambda s, a: (12 if a["kind"] == "layer" else 9) * s["tokens"] * s["hidden"]),
+        Stage("norm_backward_sums", ("partial",), ("grad_weight", "grad_bias"),
+              lambda s, a: s["programs"] * s["sums"] * s["hidden"]),
     ),
 )  # fmt: skip
 
 
 def backward_reference(
-    grad_y: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, weight_offset: float, need_x: bool, need_weight: bool
-) -> tuple[Tensor, Tensor]:
+    grad_y: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, kind: str, weight_offset: float,
+    need_x: bool, need_weight: bool, need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     acc = accumulate_dtype(x.dtype)
+    xhat, dy = x.to(acc), grad_y.to(acc)
+    if mean is not None:
+        m = rearrange(mean, "tokens -> tokens 1")
+        coarse = m.to(acc)
+        xhat = xhat - coarse - (m - coarse).to(acc)
     r = rearrange(rstd, "tokens -> tokens 1")
-    xhat, dy = x.to(acc) * r, grad_y.to(acc)
+    xhat = xhat * r
     g = dy * (weight.to(acc) + weight_offset)
-    dx = r * (g - xhat * reduce(g * xhat, "tokens hidden -> tokens 1", "mean"))
-    dw = reduce(dy * xhat, "tokens hidden -> hidden", "sum")
-    return dx.to(x.dtype) if need_x else x.new_empty(0), dw.to(weight.dtype) if need_weight else weight.new_empty(0)
+    dx = g - xhat * reduce(g * xhat, "tokens hidden -> tokens 1", "mean")
+    if kind == "layer":
+        dx = dx - reduce(g, "tokens hidden -> tokens 1", "mean")
+    dw = reduce(dy * xhat, "tokens hidden -> hidden", "sum") if need_weight else weight.new_empty(0)
+    db = reduce(dy, "tokens hidden -> hidden", "sum") if need_bias else weight.new_empty(0)
+    return (r * dx).to(x.dtype) if need_x else x.new_empty(0), dw.to(weight.dtype), db.to(weight.dtype)
 
 
 def backward_launch(
-    grad_y: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, weight_offset: float, need_x: bool, need_weight: bool
-) -> tuple[Tensor, Tensor]:
-    args = {"grad_y": grad_y, "x": x, "weight": weight, "rstd": rstd, "need_x": need_x, "need_weight": need_weight}
+    grad_y: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, kind: str, weight_offset: float,
+    need_x: bool, need_weight: bool, need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    args = {"grad_y": grad_y, "x": x, "weight": weight, "mean": mean, "rstd": rstd, "kind": kind,
+            "need_x": need_x, "need_weight": need_weight, "need_bias": need_bias}  # fmt: skip
     sizes = BACKWARD_SPEC.axes(args)
-    grad_x, grad_weight = BACKWARD_SPEC.empty(args, sizes)
+    grad_x, grad_weight, grad_bias = BACKWARD_SPEC.empty(args, sizes)
     (partial,) = BACKWARD_SPEC.empty_scratch(args, sizes)
     tokens, hidden, programs = sizes["tokens"], sizes["hidden"], sizes["programs"]
     if not tokens or not hidden:
-        return grad_x, grad_weight.zero_()
+        return grad_x, grad_weight.zero_(), grad_bias.zero_()
     grad_y, x, weight, rstd = contiguous_last(grad_y), contiguous_last(x), weight.contiguous(), rstd.contiguous()
+    mean = None if mean is None else mean.contiguous()
+    rows, warps = configure(hidden, 2 * x.element_size())
     with on_device(x):
-        if need_x or need_weight:
+        if need_x or need_weight or need_bias:
             _launch(
                 _backward_kernel, (programs,),
-                (grad_y, x, weight, rstd, grad_x, partial, grad_y.stride(0), x.stride(0), tokens, hidden, weight_offset),
-                {"BLOCK": next_power_of_2(hidden), "NEED_X": need_x, "NEED_W": need_weight, "ACC": accumulator(x),
-                 "num_warps": configure(hidden, 2 * x.element_size())},
+                (grad_y, x, weight, mean, rstd, grad_x, partial, grad_y.stride(0), x.stride(0), tokens, hidden, weight_offset),
+                {"ROWS": rows, "BLOCK": next_power_of_2(hidden), "KIND": kind, "NEED_X": need_x, "NEED_W": need_weight,
+                 "NEED_B": need_bias, "ACC": accumulator(x), "num_warps": warps},
             )  # fmt: skip
-        if need_weight:
-            _launch(
-                _sum_rows_kernel, (cdiv(hidden, 128),), (partial, grad_weight, programs, hidden),
-                {"BLOCK_R": 16, "BLOCK": 128, "ACC": accumulator(x), "num_warps": 4},
-            )  # fmt: skip
-    return grad_x, grad_weight
+        if need_weight or need_bias:
+            sums = [t for t, needed in ((grad_weight, need_weight), (grad_bias, need_bias)) if needed]
+            sum_rows(partial.view(programs, -1), *sums)
+    return grad_x, grad_weight, grad_bias
 
 
-OP = Op(SPEC, launch, reference, Op(BACKWARD_SPEC, backward_launch, backward_reference))
+OP = Op(SPEC, launch, reference, Op(BACKWARD_SPEC, backward_launch, backward_reference), passthrough={"residual": "grad_y"})

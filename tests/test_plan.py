@@ -25,8 +25,8 @@ def ops_of(p: Plan) -> list[str]:
     return [launch.op for launch in p.launches]
 
 
-FUSED = ["rms_norm", "qkv_rope", "attention", "linear", "gated_mlp", "linear"]
-APART = ["rms_norm", "qkv_rope", "attention", "linear", "rms_norm", "gated_mlp", "linear"]
+FUSED = ["norm", "qkv_rope", "attention", "linear", "gated_mlp", "linear"]
+APART = ["norm", "qkv_rope", "attention", "linear", "norm", "gated_mlp", "linear"]
 
 
 def test_launches_of_prefill_and_training():

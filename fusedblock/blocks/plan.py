@@ -92,9 +92,9 @@ def plan(
         attention = Launch("attention", "attention", "triton", why)
     sums = "; leaves the second norm's row sums" if statistics else ""
     scale = "the norm is a row scale in its epilogue; " if statistics else ""
-    norm = Launch("rms_norm", "post-attention norm", "triton", f"{rows} (not in an epilogue: {apart})")
+    norm = Launch("norm", "post-attention norm", "triton", f"{rows} (not in an epilogue: {apart})")
     launches = (
-        Launch("rms_norm", "input norm", "triton", rows),
+        Launch("norm", "input norm", "triton", rows),
         Launch("qkv_rope", "q, k, v", "triton", "three projections and rotary embedding, no packed weight copy"),
         attention,
         Launch("linear", "attention output", "triton", "adds the residual" + sums),
