@@ -91,7 +91,7 @@ def operators(config: LlamaConfig, batch: int, seq: int, context: int, device: t
             2 * tokens * hidden * width,
             (0, 1, 2),
             inference={
-                "fusedblock, with row sums": lambda x, w, r: torch.ops.fusedblock.linear(x, w, None, r, gamma.to(x.dtype))[0]
+                "fusedblock, with row sums": lambda x, w, r: torch.ops.fusedblock.linear(x, w, None, r, gamma.to(x.dtype), 1.0)[0]
             },
         )
 

@@ -1,11 +1,12 @@
 """What the GEMM ops share: tile loads, config tables, and the two gradient products every one of them needs.
 
-    forward      out[M, N] = x[M, K] @ w[N, K].T          (torch Linear layout, its kernels are in linear, qkv_rope, gated_mlp)
+    forward      out[M, N] = x[M, K] @ w[N, K].T          (torch Linear layout; its kernels are in the ops)
     grad_input   dx[M, K]  = sum over up to three segments of dy_i[M, N_i] @ w_i[N_i, K]
     grad_weight  dw[N, K]  = dy[M, N].T @ x[M, K]
 
-On targets with TMA the operands come through host tensor descriptors, which zero-fill what lies outside; elsewhere through
-masked pointers. Accumulation is in ACC (fp32, fp64 for fp64 inputs); fp32 operands are multiplied in full fp32, not tf32.
+A weight is read where it lies, by rows or by columns (T: the transpose of a Conv1D weight). On targets with TMA the operands
+come through host tensor descriptors, which zero-fill what lies outside; elsewhere through masked pointers. Accumulation is
+in ACC (fp32, fp64 for fp64 inputs); fp32 operands are multiplied in full fp32, not tf32.
 """
 
 from __future__ import annotations
@@ -101,8 +102,15 @@ def tables(itemsize: int, target: Target) -> Mapping[str, tuple[tuple[int, Confi
 
 
 def configure(m: int, itemsize: int, target: Target, kind: str) -> Config:
-    """Config for M rows; depends on nothing else, so that 50 shapes compile few variants."""
-    return next(c for limit, c in tables(itemsize, target)[kind] if m <= limit)
+    """Config for M rows; depends on nothing else, so that 50 shapes compile few variants.
+
+    For a batch_invariant target not even on M: the smallest tile of 64 rows or more (wgmma takes no fewer), by pointers, since
+    descriptors are refused to some row counts. grad_weight sums over the rows: its m is another axis.
+    """
+    rows = tables(itemsize, target)[kind]
+    if target.batch_invariant and kind != "tn":
+        return _by_pointers(next(c for _, c in rows if c.block_m >= 64))
+    return next(c for limit, c in rows if m <= limit)
 
 
 def accumulator(x: Tensor) -> Any:
@@ -128,22 +136,34 @@ def options(config: Config) -> dict[str, Any]:
 
 def usable(config: Config, *operands: Tensor) -> Config:
     """config, or its pointer form where an operand's address or strides rule descriptors out."""
-    if config.tma and not tma_ready(*operands):
-        n = min(config.block_n, 128)
-        warps = 8 if config.block_m * n >= 128 * 128 else config.num_warps  # addresses and masks take registers
-        return Config(config.block_m, n, config.block_k, warps, config.num_stages, config.group)
-    return config
+    return _by_pointers(config) if config.tma and not tma_ready(*operands) else config
 
 
-def operand(t: Tensor, rows: int, cols: int, config: Config) -> Any:
-    """A 2-D operand as the kernels take it: a descriptor of boxes [rows, cols], or the tensor."""
-    return descriptor(t, [rows, cols]) if config.tma else t
+def _by_pointers(config: Config) -> Config:
+    n = min(config.block_n, 128)
+    warps = 8 if config.block_m * n >= 128 * 128 else config.num_warps  # addresses and masks take registers
+    return Config(config.block_m, n, config.block_k, warps, config.num_stages, config.group)
+
+
+def layout(w: Tensor) -> tuple[Tensor, bool]:
+    """(matrix with dense rows, whether it is w transposed): w itself, its transpose where columns are dense, else a copy."""
+    if w.stride(-1) != 1 and w.stride(-2) == 1:
+        return w.mT, True
+    return contiguous_last(w), False
+
+
+def operand(t: Tensor, rows: int, cols: int, config: Config, transposed: bool = False) -> Any:
+    """A matrix with dense rows as the kernels take it: a descriptor, or itself. rows, cols: of a tile as the kernel sees it."""
+    return descriptor(t, [cols, rows] if transposed else [rows, cols]) if config.tma else t
 
 
 @triton.jit
-def load_tile(src, row0, col0, ROWS, COLS, stride, BR: tl.constexpr, BC: tl.constexpr, TMA: tl.constexpr):
-    """[BR, BC] of a row-major matrix, zero outside."""
-    if TMA:
+def load_tile(src, row0, col0, ROWS, COLS, stride, BR: tl.constexpr, BC: tl.constexpr, TMA: tl.constexpr,
+              T: tl.constexpr = False):  # fmt: skip
+    """[BR, BC] of a matrix [ROWS, COLS], zero outside. T: src is its transpose. stride: of src's rows."""
+    if T:
+        return load_tile(src, col0, row0, COLS, ROWS, stride, BC, BR, TMA).T
+    elif TMA:
         return src.load([row0, col0])
     else:
         r = row0 + tl.arange(0, BR)
@@ -163,6 +183,18 @@ def store_tile(dst, row0, col0, value, ROWS, COLS, stride, BR: tl.constexpr, BC:
 
 
 @triton.jit
+def product(x, w, row0, col0, M, N, K, stride_x, stride_w, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+            TMA: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
+    """The [BM, BN] tile of x @ w.T at (row0, col0)."""
+    acc = tl.zeros([BM, BN], ACC)
+    for k in tl.range(0, K, BK, num_stages=STAGES):
+        a = load_tile(x, row0, k, M, K, stride_x, BM, BK, TMA)
+        b = load_tile(w, col0, k, N, K, stride_w, BN, BK, TMA, T)
+        acc = tl.dot(a, b.T, acc, input_precision="ieee", out_dtype=ACC)
+    return acc
+
+
+@triton.jit
 def halves(x, BM: tl.constexpr, BN: tl.constexpr):
     """The left and right halves of a tile's columns."""
     return tl.split(tl.permute(tl.reshape(x, (BM, 2, BN // 2)), (0, 2, 1)))
@@ -179,10 +211,10 @@ def row_scale(sumsq, row0, M, TILES, inv_hidden, eps, BM: tl.constexpr, TILES_P:
 
 @triton.jit
 def _segment(acc, dy, w, row0, col0, M, N, K, stride_dy, stride_w, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-             TMA: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
+             TMA: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
     for n in tl.range(0, N, BK, num_stages=STAGES):
         a = load_tile(dy, row0, n, M, N, stride_dy, BM, BK, TMA)
-        b = load_tile(w, n, col0, N, K, stride_w, BK, BN, TMA)
+        b = load_tile(w, n, col0, N, K, stride_w, BK, BN, TMA, T)
         acc = tl.dot(a, b, acc, input_precision="ieee", out_dtype=ACC)
     return acc
 
@@ -192,18 +224,18 @@ def grad_input_kernel(
     dy0, dy1, dy2, w0, w1, w2, dx, M, K, N0, N1, N2,
     stride_dy0, stride_dy1, stride_dy2, stride_w0, stride_w1, stride_w2, stride_dx,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr,
-    STAGES: tl.constexpr, ACC: tl.constexpr,
+    STAGES: tl.constexpr, T: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     num_m = tl.cdiv(M, BM)
     num_n = tl.cdiv(K, BN)
     for t in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
         m, n = tile_order(t, num_m, num_n, GROUP)
         acc = tl.zeros([BM, BN], ACC)
-        acc = _segment(acc, dy0, w0, m * BM, n * BN, M, N0, K, stride_dy0, stride_w0, BM, BN, BK, TMA, STAGES, ACC)
+        acc = _segment(acc, dy0, w0, m * BM, n * BN, M, N0, K, stride_dy0, stride_w0, BM, BN, BK, TMA, T, STAGES, ACC)
         if dy1 is not None:
-            acc = _segment(acc, dy1, w1, m * BM, n * BN, M, N1, K, stride_dy1, stride_w1, BM, BN, BK, TMA, STAGES, ACC)
+            acc = _segment(acc, dy1, w1, m * BM, n * BN, M, N1, K, stride_dy1, stride_w1, BM, BN, BK, TMA, T, STAGES, ACC)
         if dy2 is not None:
-            acc = _segment(acc, dy2, w2, m * BM, n * BN, M, N2, K, stride_dy2, stride_w2, BM, BN, BK, TMA, STAGES, ACC)
+            acc = _segment(acc, dy2, w2, m * BM, n * BN, M, N2, K, stride_dy2, stride_w2, BM, BN, BK, TMA, T, STAGES, ACC)
         if SPLIT == 2:
             left, right = halves(acc, BM, BN)
             store_tile(dx, m * BM, n * BN, left, M, K, stride_dx, BM, BN // 2, TMA)
@@ -259,19 +291,21 @@ def sum_rows(x: Tensor, out: Tensor, second: Tensor | None = None) -> None:
 
 def grad_input(dys: Sequence[Tensor], weights: Sequence[Tensor], dx: Tensor) -> None:
     """dx = sum(dy @ w): one launch over up to three segments; dy `tokens out_i`, w `out_i hidden`, dx `tokens hidden`."""
-    dys, weights = [contiguous_last(t) for t in dys], [contiguous_last(t) for t in weights]
+    dys, laid = [contiguous_last(t) for t in dys], [layout(w) for w in weights]
+    transposed = all(t for _, t in laid)
+    weights = [w for w, _ in laid] if transposed else [contiguous_last(w) for w in weights]
     m, k = dx.shape
     target = target_of(dx.device)
     c = usable(configure(m, dx.element_size(), target, "nn"), *dys, *weights, dx)
     pad = [None] * (3 - len(dys))
     a = [operand(t, c.block_m, c.block_k, c) for t in dys] + pad
-    b = [operand(t, c.block_k, c.block_n, c) for t in weights] + pad
+    b = [operand(t, c.block_k, c.block_n, c, transposed) for t in weights] + pad
     zeros = [0] * len(pad)
     strides = [t.stride(0) for t in dys] + zeros + [t.stride(0) for t in weights] + zeros
     tiles = cdiv(m, c.block_m) * cdiv(k, c.block_n)
     out = operand(dx, c.block_m, c.block_n // c.split, c)
     args = (*a, *b, out, m, k, *[t.shape[1] for t in dys], *zeros, *strides, dx.stride(0))
-    launch(grad_input_kernel, (programs(tiles, c, target),), args, {**options(c), "ACC": accumulator(dx)})
+    launch(grad_input_kernel, (programs(tiles, c, target),), args, {**options(c), "T": transposed, "ACC": accumulator(dx)})
 
 
 def grad_weight(dy: Tensor, x: Tensor, dw: Tensor) -> None:

@@ -1,8 +1,37 @@
-"""@triton.jit helpers that two or more kernels use."""
+"""What two or more kernels compute: @triton.jit helpers, and the activations in plain torch."""
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from ._lang import tl, triton
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+
+
+def check_activation(op: str, activation: str) -> None:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{op}: activation={activation!r}, expected one of {', '.join(ACTIVATIONS)}")
+
+
+def plain_activate(x: Tensor, activation: str) -> Tensor:
+    f = torch.nn.functional
+    if activation == "silu":
+        return f.silu(x)
+    if activation.startswith("relu"):
+        return f.relu(x).square() if activation == "relu2" else f.relu(x)
+    return f.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def plain_activate_backward(dy: Tensor, x: Tensor, activation: str) -> Tensor:
+    """dy times the derivative at x. Not autograd: below a dispatch mode (a FLOP counter, opcheck) nothing is recorded here."""
+    if activation == "silu":
+        return torch.ops.aten.silu_backward(dy, x)
+    if activation.startswith("relu"):
+        dy = 2 * x * dy if activation == "relu2" else dy
+        return torch.ops.aten.threshold_backward(dy, x, 0)
+    return torch.ops.aten.gelu_backward(dy, x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 @triton.jit
@@ -28,9 +57,13 @@ def tanh(x):
 
 @triton.jit
 def activate(x, ACT: tl.constexpr):
-    """silu, gelu (erf) or gelu_tanh of x, in x's dtype (fp32 or fp64)."""
+    """One of ACTIVATIONS of x, in x's dtype (fp32 or fp64). NaN stays NaN."""
     if ACT == "silu":
         return x * sigmoid(x)
+    elif ACT == "relu":
+        return tl.where(x <= 0.0, 0.0, x)
+    elif ACT == "relu2":
+        return tl.where(x <= 0.0, 0.0, x * x)
     elif ACT == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     else:
@@ -43,6 +76,10 @@ def activate_grad(x, ACT: tl.constexpr):
     if ACT == "silu":
         s = sigmoid(x)
         return s * (1.0 + x * (1.0 - s))
+    elif ACT == "relu":
+        return tl.where(x <= 0.0, 0.0, tl.where(x > 0.0, 1.0, x))
+    elif ACT == "relu2":
+        return tl.where(x <= 0.0, 0.0, 2.0 * x)
     elif ACT == "gelu":
         return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
     else:

@@ -65,7 +65,7 @@ class Cost:
 @dataclass(frozen=True)
 class Write:
     """A result or scratch buffer: axes, dtype (an argument's name, "accumulate:ARG" or a torch dtype's name), when it exists.
-    The argument may be a torch.dtype itself."""
+    "ARG|OTHER": the first of them that is given. The argument may be a torch.dtype itself."""
 
     axes: str
     dtype: str
@@ -79,7 +79,8 @@ def flag(*names: str) -> Callable[[Args], bool]:
 
 @dataclass(frozen=True)
 class Stage:
-    """One launch of an op. Names are arguments, results or scratch; flops(sizes, args) -> model FLOPs or (model, executed)."""
+    """One launch of an op. Names are arguments, results or scratch ("A|B": the first of them that exists);
+    flops(sizes, args) -> model FLOPs or (model, executed)."""
 
     name: str
     reads: tuple[str, ...]
@@ -131,7 +132,8 @@ class Spec:
         return sizes
 
     def dtype(self, write: Write, args: Args) -> torch.dtype:
-        kind, _, arg = write.dtype.rpartition(":")
+        kind, _, names = write.dtype.rpartition(":")
+        arg = next((n for n in names.split("|") if args.get(n) is not None), names)
         if isinstance(args.get(arg), torch.dtype):
             return args[arg]
         if arg in self.reads:
@@ -158,6 +160,7 @@ class Spec:
         made = {n: w for n, w in {**self.writes, **self.scratch}.items() if w.when(args)}
 
         def size_of(name: str) -> int:
+            name = next((n for n in name.split("|") if n in made or args.get(n) is not None), name)
             if name in made:
                 w = made[name]
                 return prod(sizes[a] for a in w.axes.split()) * self.dtype(w, args).itemsize

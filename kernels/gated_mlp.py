@@ -8,7 +8,7 @@
     sumsq                   tokens tiles: x is then `scaled` of the linear op, rstd comes from these sums (no gradient)
     out, gate, up           tokens ffn                   gate and up only with save: the backward reads them
 
-activation: silu, gelu (erf) or gelu_tanh, applied to the fp32 sums.
+activation: silu, gelu (erf), gelu_tanh, relu or relu2 (relu squared), applied to the fp32 sums.
 HBM, in elements: reads x, weights and biases once; writes out, with save also gate and up.
 """
 
@@ -40,17 +40,14 @@ from ._gemm import (
 from ._lang import TensorDescriptor, cdiv, next_power_of_2, tl, triton
 from ._launch import contiguous_last, on_device
 from ._launch import launch as _launch
-from ._math import activate, activate_grad, tile_order
+from ._math import activate, activate_grad, check_activation, plain_activate, plain_activate_backward, tile_order
 from ._replay import valid_distance
 from ._spec import Args, Op, Sizes, Spec, Stage, Write, accumulate_dtype, flag
 from ._target import target_of
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
-
 
 def _check(sizes: Sizes, args: Args) -> dict[str, int]:
-    if args["activation"] not in ACTIVATIONS:
-        raise ValueError(f"gated_mlp: activation={args['activation']!r}, expected one of {', '.join(ACTIVATIONS)}")
+    check_activation("gated_mlp", args["activation"])
     return {}
 
 
@@ -70,11 +67,6 @@ SPEC = Spec(
 )  # fmt: skip
 
 
-def act(x: Tensor, activation: str) -> Tensor:
-    f = torch.nn.functional
-    return f.silu(x) if activation == "silu" else f.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
-
-
 def reference(
     x: Tensor, gate_weight: Tensor, up_weight: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
     sumsq: Tensor | None, activation: str, eps: float, save: bool,
@@ -87,7 +79,7 @@ def reference(
             y = y.to(acc) * torch.rsqrt(reduce(sumsq, "tokens tiles -> tokens 1", "sum") / x.shape[-1] + eps)
             y = (y if b is None else y + b).to(x.dtype)
         pre.append(y)
-    out = act(pre[0], activation) * pre[1]
+    out = plain_activate(pre[0], activation) * pre[1]
     return (out, *pre) if save else (out, out.new_empty(0), out.new_empty(0))  # type: ignore[return-value]
 
 
@@ -220,12 +212,7 @@ def backward_reference(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     acc = accumulate_dtype(x.dtype)
     g, u, dy = gate.to(acc), up.to(acc), grad_out.to(acc)
-    # Not autograd: below a dispatch mode (a FLOP counter, opcheck) nothing is recorded here.
-    if activation == "silu":
-        dg = torch.ops.aten.silu_backward(dy * u, g)
-    else:
-        dg = torch.ops.aten.gelu_backward(dy * u, g, approximate="tanh" if activation == "gelu_tanh" else "none")
-    dg, du = dg.to(x.dtype), (dy * act(g, activation)).to(x.dtype)
+    dg, du = plain_activate_backward(dy * u, g, activation).to(x.dtype), (dy * plain_activate(g, activation)).to(x.dtype)
     dx = x.new_empty(0)  # absent results are apart from one another: an operator's results must not alias
     if need_x:
         terms = [einsum(d.to(acc), w.to(acc), "tokens ffn, ffn hidden -> tokens hidden")

@@ -1,13 +1,13 @@
-"""A linear layer whose epilogue adds the residual and prepares the next RMSNorm.
+"""A linear layer whose epilogue scales, adds the residual and prepares the next RMSNorm.
 
-    out    = residual + x @ weight.T + bias
+    out    = residual + scale * (x @ weight.T + bias)
     scaled = out * norm_weight                                  with norm_weight: what the next GEMM reads
     sumsq[token, tile] = sum(out**2 over the tile's columns)    with norm_weight: the next row scale, rstd, in partial sums
 
     x              tokens in_features
-    weight         out_features in_features
+    weight         out_features in_features     by rows or by columns
     bias           out_features
-    residual, out  tokens out_features
+    residual, out  tokens out_features          out has the residual's dtype: x's, or fp32 as under autocast
 
 RMSNorm before a GEMM is a row scale after it, so a consumer that takes (scaled, sumsq) needs no norm launch of its own:
 y @ w.T = rstd * ((out * norm_weight) @ w.T). out is rounded before its statistics are taken, as the next layer will read it.
@@ -31,9 +31,11 @@ from ._gemm import (
     grad_input,
     grad_weight,
     halves,
+    layout,
     load_tile,
     operand,
     options,
+    product,
     programs,
     store_tile,
     sum_rows,
@@ -53,6 +55,9 @@ def _config(sizes: Sizes, x: Tensor) -> Any:
 
 
 def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
+    x, residual = args["x"], args["residual"]
+    if residual is not None and residual.dtype not in (x.dtype, accumulate_dtype(x.dtype)):
+        raise ValueError(f"linear: residual has dtype {residual.dtype}, but x has {x.dtype}")
     # One partial sum per 128 columns at most: the same count for every config, descriptors or pointers.
     return {"tiles": cdiv(sizes["out_features"], min(_config(sizes, args["x"]).block_n, 128))}
 
@@ -62,8 +67,9 @@ SPEC = Spec(
     reads={"x": "tokens in_features", "weight": "out_features in_features", "bias": "out_features",
            "residual": "tokens out_features", "norm_weight": "out_features"},
     optional=frozenset({"bias", "residual", "norm_weight"}),
+    any_dtype=frozenset({"residual"}),
     writes={
-        "out": Write("tokens out_features", "x"),
+        "out": Write("tokens out_features", "residual|x"),
         "scaled": Write("tokens out_features", "x", flag("norm_weight")),
         "sumsq": Write("tokens tiles", "accumulate:x", flag("norm_weight")),
     },
@@ -73,9 +79,11 @@ SPEC = Spec(
 
 
 def reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, norm_weight: Tensor | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, norm_weight: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     out = torch.nn.functional.linear(x, weight, bias)
+    if scale != 1.0:
+        out = out * scale
     if residual is not None:
         out = residual + out
     if norm_weight is None:
@@ -85,16 +93,19 @@ def reference(
     square = out.to(accumulate_dtype(x.dtype)).square()
     block = min(_config({"tokens": x.shape[0]}, x).block_n, 128)
     square = torch.nn.functional.pad(square, (0, tiles * block - out.shape[1]))
-    return out, out * norm_weight, reduce(square, "tokens (tiles block) -> tokens tiles", "sum", tiles=tiles).contiguous()
+    scaled = (out * norm_weight).to(x.dtype)
+    return out, scaled, reduce(square, "tokens (tiles block) -> tokens tiles", "sum", tiles=tiles).contiguous()
 
 
 @triton.jit
-def _finish(acc, row0, col0, bias, residual, norm_weight, out, scaled, sumsq, M, N, TILES, stride_r,
+def _finish(acc, row0, col0, bias, residual, norm_weight, out, scaled, sumsq, M, N, TILES, stride_r, scale,
             BM: tl.constexpr, BN: tl.constexpr, STAT: tl.constexpr, TMA: tl.constexpr, OUT: tl.constexpr):  # fmt: skip
     """Epilogue of one tile of BN columns, STAT of them to a partial sum (BN == STAT or 2 * STAT after splitting)."""
     cols = col0 + tl.arange(0, BN)
     if bias is not None:
         acc += tl.load(bias + cols, cols < N, other=0.0).to(acc.dtype)[None, :]
+    if scale is not None:
+        acc *= scale
     if residual is not None:
         acc += load_tile(residual, row0, col0, M, N, stride_r, BM, BN, TMA).to(acc.dtype)
     y = acc.to(OUT)
@@ -110,43 +121,57 @@ def _finish(acc, row0, col0, bias, residual, norm_weight, out, scaled, sumsq, M,
 
 
 @triton.jit
+def _finish_half(acc, row0, col0, bias, residual, norm_weight, out, scaled, sumsq, M, N, TILES, stride_r, scale,
+                 BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, STAT: tl.constexpr, TMA: tl.constexpr,
+                 OUT: tl.constexpr):  # fmt: skip
+    if SPLIT == 2:
+        left, right = halves(acc, BM, BN)
+        _finish(left, row0, col0, bias, residual, norm_weight, out, scaled, sumsq, M, N, TILES, stride_r, scale,
+                BM, BN // 2, STAT, TMA, OUT)
+        _finish(right, row0, col0 + BN // 2, bias, residual, norm_weight, out, scaled, sumsq, M, N, TILES, stride_r, scale,
+                BM, BN // 2, STAT, TMA, OUT)
+    else:
+        _finish(acc, row0, col0, bias, residual, norm_weight, out, scaled, sumsq, M, N, TILES, stride_r, scale,
+                BM, BN, STAT, TMA, OUT)
+
+
+@triton.jit
 def _kernel(
-    x, weight, bias, residual, norm_weight, out, scaled, sumsq, M, N, K, TILES, stride_x, stride_w, stride_r,
+    x, weight, bias, residual, norm_weight, out, scaled, sumsq, M, N, K, TILES, stride_x, stride_w, stride_r, scale,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr,
-    STAGES: tl.constexpr, STAT: tl.constexpr, OUT: tl.constexpr, ACC: tl.constexpr,
+    STAGES: tl.constexpr, T: tl.constexpr, STAT: tl.constexpr, OUT: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     num_m = tl.cdiv(M, BM)
     num_n = tl.cdiv(N, BN)
     for t in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=TMA):
         m, n = tile_order(t, num_m, num_n, GROUP)
-        acc = tl.zeros([BM, BN], ACC)
-        for k in tl.range(0, K, BK, num_stages=STAGES):
-            a = load_tile(x, m * BM, k, M, K, stride_x, BM, BK, TMA)
-            b = load_tile(weight, n * BN, k, N, K, stride_w, BN, BK, TMA)
-            acc = tl.dot(a, b.T, acc, input_precision="ieee", out_dtype=ACC)
-        if SPLIT == 2:
+        row0, col0 = m * BM, n * BN
+        acc = product(x, weight, row0, col0, M, N, K, stride_x, stride_w, BM, BN, BK, TMA, T, STAGES, ACC)
+        if SPLIT > 1:
             left, right = halves(acc, BM, BN)
-            _finish(left, m * BM, n * BN, bias, residual, norm_weight, out, scaled, sumsq, M, N, TILES, stride_r,
-                    BM, BN // 2, STAT, TMA, OUT)
-            _finish(right, m * BM, n * BN + BN // 2, bias, residual, norm_weight, out, scaled, sumsq, M, N, TILES, stride_r,
-                    BM, BN // 2, STAT, TMA, OUT)
+            _finish_half(left, row0, col0, bias, residual, norm_weight, out, scaled, sumsq, M, N, TILES, stride_r, scale,
+                         BM, BN // 2, SPLIT // 2, STAT, TMA, OUT)
+            _finish_half(right, row0, col0 + BN // 2, bias, residual, norm_weight, out, scaled, sumsq, M, N, TILES, stride_r,
+                         scale, BM, BN // 2, SPLIT // 2, STAT, TMA, OUT)
         else:
-            _finish(acc, m * BM, n * BN, bias, residual, norm_weight, out, scaled, sumsq, M, N, TILES, stride_r,
+            _finish(acc, row0, col0, bias, residual, norm_weight, out, scaled, sumsq, M, N, TILES, stride_r, scale,
                     BM, BN, STAT, TMA, OUT)
 
 
 def launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, norm_weight: Tensor | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, norm_weight: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     args = {"x": x, "weight": weight, "bias": bias, "residual": residual, "norm_weight": norm_weight}
     sizes = SPEC.axes(args)
     out, scaled, sumsq = SPEC.empty(args, sizes)
-    x, weight = contiguous_last(x), contiguous_last(weight)
+    x, (weight, transposed) = contiguous_last(x), layout(weight)
     bias, norm_weight = (None if t is None else t.contiguous() for t in (bias, norm_weight))
     residual = None if residual is None else contiguous_last(residual)
     m, n, k = sizes["tokens"], sizes["out_features"], sizes["in_features"]
     given = [t for t in (residual, out, scaled) if t is not None and t.numel()]
     c = usable(_config(sizes, x), x, weight, *given)
+    if c.tma and out.element_size() > x.element_size():
+        c = replace(c, split=2 * c.split)  # the staging of result and residual must not grow
     if norm_weight is not None and c.block_m * c.block_n >= 128 * 128:
         c = replace(c, num_warps=8)  # two results and their statistics spill four warps
     width = c.block_n // c.split
@@ -154,57 +179,86 @@ def launch(
     with on_device(x):
         _launch(
             _kernel, (programs(tiles, c, target_of(x.device)),),
-            (operand(x, c.block_m, c.block_k, c), operand(weight, c.block_n, c.block_k, c), bias,
+            (operand(x, c.block_m, c.block_k, c), operand(weight, c.block_n, c.block_k, c, transposed), bias,
              None if residual is None else operand(residual, c.block_m, width, c), norm_weight,
              operand(out, c.block_m, width, c), out if norm_weight is None else operand(scaled, c.block_m, width, c), sumsq,
-             m, n, k, sizes["tiles"], x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0)),
-            {**options(c), "STAT": min(width, 128), "OUT": triton_dtype(x.dtype), "ACC": accumulator(x)},
+             m, n, k, sizes["tiles"], x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0),
+             None if scale == 1.0 else scale),
+            {**options(c), "T": transposed, "STAT": min(width, 128), "OUT": triton_dtype(out.dtype), "ACC": accumulator(x)},
         )  # fmt: skip
     return out, scaled, sumsq
 
 
+_NEEDS = ("need_x", "need_weight", "need_bias")
+
+
+def _rescaled(args: Args) -> bool:
+    """Whether the gradient of x @ weight.T + bias is not grad_out itself."""
+    return (args["scale"] != 1.0 or args["grad_out"].dtype != args["x"].dtype) and flag(*_NEEDS)(args)
+
+
 BACKWARD_SPEC = Spec(
     name="linear_backward",
-    reads={"grad_out": "tokens out_features", "x": "tokens in_features", "weight": "out_features in_features"},
+    reads={"x": "tokens in_features", "weight": "out_features in_features", "grad_out": "tokens out_features"},
+    any_dtype=frozenset({"grad_out"}),
     writes={
         "grad_x": Write("tokens in_features", "x", flag("need_x")),
         "grad_weight": Write("out_features in_features", "weight", flag("need_weight")),
         "grad_bias": Write("out_features", "weight", flag("need_bias")),
     },
+    scratch={"d_out": Write("tokens out_features", "x", _rescaled)},
     stages=(
-        Stage("grad_input", ("grad_out", "weight"), ("grad_x",),
+        Stage("rescale", ("grad_out",), ("d_out",), lambda s, a: s["tokens"] * s["out_features"]),
+        Stage("grad_input", ("d_out|grad_out", "weight"), ("grad_x",),
               lambda s, a: 2 * s["tokens"] * s["out_features"] * s["in_features"]),
-        Stage("grad_weight", ("grad_out", "x"), ("grad_weight",),
+        Stage("grad_weight", ("d_out|grad_out", "x"), ("grad_weight",),
               lambda s, a: 2 * s["tokens"] * s["out_features"] * s["in_features"]),
-        Stage("sum_rows", ("grad_out",), ("grad_bias",), lambda s, a: s["tokens"] * s["out_features"]),
+        Stage("sum_rows", ("d_out|grad_out",), ("grad_bias",), lambda s, a: s["tokens"] * s["out_features"]),
     ),
 )  # fmt: skip
 
 
 def backward_reference(
-    grad_out: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_weight: bool, need_bias: bool
+    grad_out: Tensor, x: Tensor, weight: Tensor, scale: float, need_x: bool, need_weight: bool, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    dy = (grad_out if scale == 1.0 else grad_out * scale).to(x.dtype)
     # Absent results are apart from one another: an operator's results must not alias.
-    dx = einsum(grad_out, weight, "tokens out, out hidden -> tokens hidden") if need_x else x.new_empty(0)
-    dw = einsum(grad_out, x, "tokens out, tokens hidden -> out hidden") if need_weight else x.new_empty(0)
-    return dx, dw, reduce(grad_out, "tokens out -> out", "sum") if need_bias else x.new_empty(0)
+    dx = einsum(dy, weight, "tokens out, out hidden -> tokens hidden") if need_x else x.new_empty(0)
+    dw = einsum(dy, x, "tokens out, tokens hidden -> out hidden") if need_weight else x.new_empty(0)
+    return dx, dw, reduce(dy, "tokens out -> out", "sum") if need_bias else x.new_empty(0)
+
+
+@triton.jit
+def _rescale_kernel(grad_out, d_out, n, scale, BLOCK: tl.constexpr, ACC: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    dy = tl.load(grad_out + at, at < n, other=0.0).to(ACC)
+    if scale is not None:
+        dy *= scale
+    tl.store(d_out + at, dy.to(d_out.dtype.element_ty), at < n)
 
 
 def backward_launch(
-    grad_out: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_weight: bool, need_bias: bool
+    grad_out: Tensor, x: Tensor, weight: Tensor, scale: float, need_x: bool, need_weight: bool, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    args = {"grad_out": grad_out, "x": x, "weight": weight,
+    args = {"grad_out": grad_out, "x": x, "weight": weight, "scale": scale,
             "need_x": need_x, "need_weight": need_weight, "need_bias": need_bias}  # fmt: skip
     sizes = BACKWARD_SPEC.axes(args)
     dx, dw, db = BACKWARD_SPEC.empty(args, sizes)
-    grad_out = contiguous_last(grad_out)
+    dy = contiguous_last(grad_out)
     with on_device(x):
+        if _rescaled(args):
+            (dy,) = BACKWARD_SPEC.empty_scratch(args, sizes)
+            _launch(
+                _rescale_kernel, (cdiv(dy.numel(), 2048),),
+                (grad_out.contiguous(), dy, dy.numel(), None if scale == 1.0 else scale),
+                {"BLOCK": 2048, "ACC": accumulator(x), "num_warps": 8},
+            )  # fmt: skip
         if need_x:
-            grad_input([grad_out], [weight], dx)
+            grad_input([dy], [weight], dx)
         if need_weight:
-            grad_weight(grad_out, x, dw)
+            grad_weight(dy, x, dw)
         if need_bias:
-            sum_rows(grad_out, db)
+            sum_rows(dy, db)
     return dx, dw, db
 
 

@@ -29,7 +29,7 @@ def _project(a: Args, x: Tensor, name: str) -> Tensor:
 
 
 def _linear(a: Args) -> dict[str, Tensor]:
-    out = _project(a, a["x"], "")
+    out = a["scale"] * _project(a, a["x"], "")
     if a["residual"] is not None:
         out = out + a["residual"]
     if a["norm_weight"] is None:
@@ -55,12 +55,21 @@ def activation(x: Tensor, name: str) -> Tensor:
         return x / (1 + torch.exp(-x))
     if name == "gelu":
         return x / 2 * (1 + torch.erf(x / 2**0.5))
+    if name == "relu":
+        return (x + x.abs()) / 2
+    if name == "relu2":
+        return (x**2 + x * x.abs()) / 2
     return x / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
 
 
 def _gated_mlp(a: Args) -> dict[str, Tensor]:
     gate, up = _project(a, a["x"], "gate"), _project(a, a["x"], "up")
     return {"out": activation(gate, a["activation"]) * up, "gate": gate, "up": up}
+
+
+def _plain_mlp(a: Args) -> dict[str, Tensor]:
+    pre = _project(a, a["x"], "")
+    return {"out": activation(pre, a["activation"]), "pre": pre}
 
 
 def _attention(a: Args) -> dict[str, Tensor]:
@@ -76,6 +85,6 @@ def _attention(a: Args) -> dict[str, Tensor]:
 
 
 FORMULAS: dict[str, Callable[[Args], dict[str, Tensor]]] = {
-    "rms_norm": _rms_norm, "linear": _linear, "qkv_rope": _qkv_rope, "gated_mlp": _gated_mlp, "attention": _attention,
-    "decode_attention": _attention,
+    "rms_norm": _rms_norm, "linear": _linear, "qkv_rope": _qkv_rope, "gated_mlp": _gated_mlp, "plain_mlp": _plain_mlp,
+    "attention": _attention, "decode_attention": _attention,
 }  # fmt: skip

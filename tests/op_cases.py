@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fusedblock.interpret import Launch, interpret
 from fusedblock.kernels import _gemm
+from fusedblock.kernels._spec import accumulate_dtype
 from fusedblock.kernels._target import TARGETS, Target
 from fusedblock.ops import OPS
 
@@ -65,20 +66,49 @@ def norm_case(tokens: int, hidden: int, weight_offset: float = 0.0, round_early:
     return Case("rms_norm", f"rms_norm-{tokens}x{hidden}-offset{weight_offset:g}-{'early' if round_early else 'late'}", make)
 
 
-def linear_case(tokens: int, inner: int, outer: int, given: str = "") -> Case:
+def by_columns(w: Tensor) -> Tensor:
+    """The same values, columns dense: the transpose of a Conv1D weight."""
+    return w.t().contiguous().t()
+
+
+def weight(outer: int, inner: int, dtype: torch.dtype, g: torch.Generator, given: str = "") -> Tensor:
+    w = randn(outer, inner, dtype=dtype, generator=g, scale=max(inner, 1) ** -0.5)
+    return by_columns(w) if "columns" in given.split() else w
+
+
+def linear_case(tokens: int, inner: int, outer: int, given: str = "", scale: float = 1.0) -> Case:
+    """given: the optional arguments; "columns" lays the weight out by them, "wide" gives the residual in fp32."""
+
     def make(dtype: torch.dtype, g: torch.Generator) -> Args:
         def optional(name: str, *shape: int) -> Tensor | None:
             t = randn(*shape, dtype=dtype, generator=g)
+            if name == "residual" and "wide" in given.split():
+                t = randn(*shape, dtype=accumulate_dtype(dtype), generator=g)
             return t if name in given.split() else None
 
         return {
             "x": randn(tokens, inner, dtype=dtype, generator=g),
-            "weight": randn(outer, inner, dtype=dtype, generator=g, scale=max(inner, 1) ** -0.5),
+            "weight": weight(outer, inner, dtype, g, given),
             "bias": optional("bias", outer), "residual": optional("residual", tokens, outer),
-            "norm_weight": optional("norm_weight", outer),
+            "norm_weight": optional("norm_weight", outer), "scale": scale,
         }  # fmt: skip
 
-    return Case("linear", f"linear-{tokens}x{inner}x{outer}-{given.replace(' ', '+') or 'plain'}", make)
+    name = f"linear-{tokens}x{inner}x{outer}-{given.replace(' ', '+') or 'plain'}"
+    return Case("linear", name + f"-scale{scale:g}" * (scale != 1), make)
+
+
+def plain_mlp_case(tokens: int, hidden: int, ffn: int, activation: str, given: str = "", save: bool = True) -> Case:
+    """given: "bias", and "columns" for a weight laid out by them."""
+
+    def make(dtype: torch.dtype, g: torch.Generator) -> Args:
+        return {
+            "x": randn(tokens, hidden, dtype=dtype, generator=g), "weight": weight(ffn, hidden, dtype, g, given),
+            "bias": randn(ffn, dtype=dtype, generator=g) if "bias" in given.split() else None,
+            "activation": activation, "save": save,
+        }  # fmt: skip
+
+    name = f"plain_mlp-{tokens}x{hidden}x{ffn}-{activation}"
+    return Case("plain_mlp", name + "-" * bool(given) + given.replace(" ", "+"), make)
 
 
 def qkv_case(batch: int, seq: int, hidden: int, head_dim: int, kv_heads: int, group: int, *, bias: bool = False,
@@ -150,6 +180,9 @@ SMALL = (
     mlp_case(19, 40, 24, "gelu_tanh"),
     attention_case(2, 5, 7, 1, 2, 16, True),
     attention_case(1, 3, 9, 2, 1, 24, False),
+    linear_case(19, 40, 24, "bias residual wide columns", 0.25),
+    plain_mlp_case(5, 24, 40, "gelu", "bias"),
+    plain_mlp_case(19, 40, 24, "relu2", "columns"),
 )
 # Those whose arguments have no gradients.
 FORWARD_ONLY = (
@@ -157,6 +190,7 @@ FORWARD_ONLY = (
     qkv_case(2, 3, 24, 16, 1, 2, normed=True),
     mlp_case(19, 40, 24, normed=True, save=False),
     attention_case(2, 3, 150, 2, 2, 24, True, "decode_attention"),
+    plain_mlp_case(19, 40, 24, "relu", "bias columns", save=False),
 )
 
 

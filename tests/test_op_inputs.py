@@ -82,8 +82,8 @@ ERRORS = [
      "qkv_rope: sin (1|batch seq half_dim) has seq=4, but seq=3 so far"),
     (changed(MLP, up_weight=torch.ones(39, 24)), "gated_mlp", ShapeError,
      "gated_mlp: up_weight (ffn hidden) has ffn=39, but ffn=40 so far"),
-    (changed(MLP, activation="relu"), "gated_mlp", ValueError,
-     "gated_mlp: activation='relu', expected one of silu, gelu, gelu_tanh"),
+    (changed(MLP, activation="tanh"), "gated_mlp", ValueError,
+     "gated_mlp: activation='tanh', expected one of silu, gelu, gelu_tanh, relu, relu2"),
     (changed(MLP, sumsq=torch.ones(6, 1)), "gated_mlp", ShapeError,
      "gated_mlp: sumsq (tokens tiles) has tokens=6, but tokens=5 so far"),
 ]  # fmt: skip
