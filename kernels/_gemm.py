@@ -183,13 +183,13 @@ def store_tile(dst, row0, col0, value, ROWS, COLS, stride, BR: tl.constexpr, BC:
 
 
 @triton.jit
-def product(x, w, row0, col0, M, N, K, stride_x, stride_w, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+def product(x, w, m, n, M, N, K, stride_x, stride_w, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
             TMA: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
-    """The [BM, BN] tile of x @ w.T at (row0, col0)."""
+    """Tile (m, n) of x @ w.T."""
     acc = tl.zeros([BM, BN], ACC)
     for k in tl.range(0, K, BK, num_stages=STAGES):
-        a = load_tile(x, row0, k, M, K, stride_x, BM, BK, TMA)
-        b = load_tile(w, col0, k, N, K, stride_w, BN, BK, TMA, T)
+        a = load_tile(x, m * BM, k, M, K, stride_x, BM, BK, TMA)
+        b = load_tile(w, n * BN, k, N, K, stride_w, BN, BK, TMA, T)
         acc = tl.dot(a, b.T, acc, input_precision="ieee", out_dtype=ACC)
     return acc
 

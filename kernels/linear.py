@@ -145,16 +145,15 @@ def _kernel(
     num_n = tl.cdiv(N, BN)
     for t in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=TMA):
         m, n = tile_order(t, num_m, num_n, GROUP)
-        row0, col0 = m * BM, n * BN
-        acc = product(x, weight, row0, col0, M, N, K, stride_x, stride_w, BM, BN, BK, TMA, T, STAGES, ACC)
+        acc = product(x, weight, m, n, M, N, K, stride_x, stride_w, BM, BN, BK, TMA, T, STAGES, ACC)
         if SPLIT > 1:
             left, right = halves(acc, BM, BN)
-            _finish_half(left, row0, col0, bias, residual, norm_weight, out, scaled, sumsq, M, N, TILES, stride_r, scale,
+            _finish_half(left, m * BM, n * BN, bias, residual, norm_weight, out, scaled, sumsq, M, N, TILES, stride_r, scale,
                          BM, BN // 2, SPLIT // 2, STAT, TMA, OUT)
-            _finish_half(right, row0, col0 + BN // 2, bias, residual, norm_weight, out, scaled, sumsq, M, N, TILES, stride_r,
+            _finish_half(right, m * BM, n * BN + BN // 2, bias, residual, norm_weight, out, scaled, sumsq, M, N, TILES, stride_r,
                          scale, BM, BN // 2, SPLIT // 2, STAT, TMA, OUT)
         else:
-            _finish(acc, row0, col0, bias, residual, norm_weight, out, scaled, sumsq, M, N, TILES, stride_r, scale,
+            _finish(acc, m * BM, n * BN, bias, residual, norm_weight, out, scaled, sumsq, M, N, TILES, stride_r, scale,
                     BM, BN, STAT, TMA, OUT)
 
 

@@ -86,7 +86,7 @@ def _kernel(
     for t in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=TMA):
         m, n = tile_order(t, num_m, num_n, GROUP)
         row0, col0 = m * BM, n * BN
-        acc = product(x, weight, row0, col0, M, N, K, stride_x, stride_w, BM, BN, BK, TMA, T, STAGES, ACC)
+        acc = product(x, weight, m, n, M, N, K, stride_x, stride_w, BM, BN, BK, TMA, T, STAGES, ACC)
         if SPLIT == 2:
             left, right = halves(acc, BM, BN)
             _finish(left, row0, col0, bias, out, pre, M, N, BM, BN // 2, TMA, ACT, SAVE, OUT)
