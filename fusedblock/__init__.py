@@ -3,6 +3,7 @@
     fuse, unfuse, explain                        swap the decoder layers of a model; undo; which kernels run and why
     load_safetensors, save_safetensors           weights, under their original names
     measure                                      launches, HBM bytes, FLOPs and time before and after fusion
+    options                                      debug checks, equal bits from run to run, equal bits whatever the batch
     rms_norm, layer_norm, qkv_rope, attention, linear, gated_mlp, plain_mlp     the operators themselves
 """
 
@@ -10,6 +11,8 @@ from __future__ import annotations
 
 import importlib
 from typing import Any
+
+from .options import options as options  # here, since importing the module later would put it in the function's place
 
 __version__ = "0.1.0"
 
@@ -19,17 +22,17 @@ _PUBLIC = {
     "rope": "ops",
     "explain": "models", "fuse": "models", "unfuse": "models",
     "load_safetensors": "models", "save_safetensors": "models",
-    "measure": "metering", "options": "options",
+    "measure": "metering",
 }  # fmt: skip
 
-__all__ = sorted(_PUBLIC)  # noqa: PLE0605
+__all__ = sorted([*_PUBLIC, "options"])  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'fusedblock' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"fusedblock.{_PUBLIC[name]}"), name)
-    globals()[name] = value  # also where importing the module has just set its own name (options)
+    globals()[name] = value
     return value
 
 

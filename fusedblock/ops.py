@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import register_flop_formula
 
-from fusedblock import debug, options
+from fusedblock import debug
 from fusedblock.kernels import _target
 from fusedblock.kernels import attention as _attention
 from fusedblock.kernels import decode_attention as _decode_attention
@@ -33,6 +33,7 @@ from fusedblock.kernels._launch import runs_kernels
 from fusedblock.kernels._replay import replayed
 from fusedblock.kernels._spec import Cost, Op, ShapeError
 from fusedblock.kernels._target import Target, override, target_of
+from fusedblock.options import current, under
 
 __all__ = [
     "COSTS", "OPS", "ShapeError", "DECODE_ROWS", "Target", "attention",
@@ -46,7 +47,7 @@ DECODE_ROWS = _decode_attention.MAX_ROWS
 
 @torch.compiler.assume_constant_result  # torch.compile cannot trace it
 def _batch_invariant() -> bool:
-    return options.current().batch_invariant
+    return current().batch_invariant
 
 
 _target.batch_invariant = _batch_invariant
@@ -144,7 +145,7 @@ def _autograd(op: Op, names: list[str], results: list[str], backward: Any) -> No
         ctx.set_materialize_grads(False)  # else autograd fills a zero gradient for every result that has none
         ctx.like = [(made[r].shape, made[r].dtype, made[r].device) for r in differentiable]
         known.update({r: None for r, write in op.spec.writes.items() if not write.when(known)})  # to the backward: absent
-        ctx.options = options.current()  # a backward may run in a thread of autograd's own
+        ctx.options = current()  # a backward may run in a thread of autograd's own
         absent = {r for r, w in op.spec.writes.items() if not w.when(known)}
         kept = {n: None if n in absent else known[n] for n in takes if n in known}
         ctx.tensors = [n for n, v in kept.items() if isinstance(v, Tensor)]
@@ -162,7 +163,7 @@ def _autograd(op: Op, names: list[str], results: list[str], backward: Any) -> No
         known.update({f"need_{n}": wanted for n, wanted in need.items()})
         made: dict[str, Any] = {}
         if any(need[g.removeprefix("grad_")] for g in gives):
-            with options.under(ctx.options):
+            with under(ctx.options):
                 out = backward(*(known[n] for n in takes))
             made = dict(zip(gives, (out,) if isinstance(out, Tensor) else out))
         for name, grad in op.passthrough.items():
