@@ -7,6 +7,8 @@ kernel; to costs for the report.
 
 from __future__ import annotations
 
+import dataclasses
+import typing
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,18 +22,27 @@ Call = Callable[..., Any]
 
 
 class BlockWeights(NamedTuple):
-    """The live parameters of a layer, never copies: norms `hidden`; q `heads*head_dim hidden`; k, v `kv_heads*head_dim hidden`;
-    o `hidden heads*head_dim`; gate, up `ffn hidden`; down `hidden ffn`; biases by their rows."""
+    """The live parameters of a layer, never copies or views. None: the layer has none.
 
-    input_norm: Tensor
+    q `heads*head_dim hidden`; k, v `kv_heads*head_dim hidden`; o `hidden heads*head_dim`; gate, up `ffn hidden`; down
+    `hidden ffn`; all the other way round with BlockSpec.transposed. With a fused qkv_layout, q is the one weight of all three;
+    with mlp "gated_stacked", up is gate and up. Norms `hidden`; q_norm, k_norm `head_dim`, `heads head_dim` or, for qk_norm
+    "full", `heads*head_dim`. Biases by their rows.
+    """
+
     q: Tensor
-    k: Tensor
-    v: Tensor
     o: Tensor
-    post_norm: Tensor
-    gate: Tensor
     up: Tensor
     down: Tensor
+    k: Tensor | None = None
+    v: Tensor | None = None
+    gate: Tensor | None = None
+    attn_norm: Tensor | None = None
+    attn_out_norm: Tensor | None = None
+    mlp_norm: Tensor | None = None
+    mlp_out_norm: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
     q_bias: Tensor | None = None
     k_bias: Tensor | None = None
     v_bias: Tensor | None = None
@@ -39,6 +50,14 @@ class BlockWeights(NamedTuple):
     gate_bias: Tensor | None = None
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    attn_norm_bias: Tensor | None = None
+    attn_out_norm_bias: Tensor | None = None
+    mlp_norm_bias: Tensor | None = None
+    mlp_out_norm_bias: Tensor | None = None
+
+
+# Norms multiply in the dtype they are kept in; everything else is cast to the compute dtype under autocast.
+_NORMS = frozenset(n for n in BlockWeights._fields if "_norm" in n and n[:2] not in ("q_", "k_"))
 
 
 @torch.compiler.assume_constant_result
@@ -55,115 +74,206 @@ def _plan(spec: BlockSpec, x: Tensor, context: int, training: bool, masked: bool
     return choose(spec, batch=batch, seq=seq, context=context, dtype=x.dtype, training=training, target=target, masked=masked)
 
 
-def _front(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, cos: Tensor, sin: Tensor,
-           training: bool) -> tuple[Tensor, ...]:  # fmt: skip
-    """q `batch seq heads head_dim`, k and v `batch seq kv_heads head_dim`, rotated."""
-    y, _, _ = call("norm", x.reshape(-1, spec.hidden), w.input_norm, None, None, "rms", spec.eps, spec.weight_offset,
-                   spec.round_early, training, x.dtype)  # fmt: skip
-    half = spec.head_dim // 2
-    weights = [t.unflatten(0, (-1, spec.head_dim)) for t in (w.q, w.k, w.v)]
-    biases = [None if t is None else t.unflatten(0, (-1, spec.head_dim)) for t in (w.q_bias, w.k_bias, w.v_bias)]
-    q, k, v, _, _ = call("qkv_rope", y.view(x.shape), *weights, *biases, cos[..., :half], sin[..., :half], None, None, None, False,
-                         "rms", 0.0, 0.0, False, False)  # fmt: skip
-    return q, k, v
+def _norm(call: Call, spec: BlockSpec, w: BlockWeights, name: str, x: Tensor, training: bool, *,
+          residual: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
+    """x `tokens hidden` normalised by the weights of that name, plus the residual, in dtype."""
+    dtype = residual.dtype if residual is not None else dtype or x.dtype
+    y, _, _ = call("norm", x, getattr(w, name), getattr(w, name + "_bias", None), residual, spec.norm, spec.eps,
+                   spec.weight_offset, spec.round_early, training, dtype)  # fmt: skip
+    return y
 
 
-def _back(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
-          causal: bool, training: bool) -> Tensor:  # fmt: skip
+def _matrix(spec: BlockSpec, w: Tensor) -> Tensor:
+    return w.t() if spec.transposed else w
+
+
+def _heads(spec: BlockSpec, fused: Tensor | None, *split: Tensor | None) -> list[Tensor | None]:
+    """q, k, v as `heads head_dim ...` views, of weights `rows hidden` or biases `rows`."""
+    d = spec.head_dim
+    if spec.qkv_layout == "split" or fused is None:
+        return [None if t is None else t.unflatten(0, (-1, d)) for t in (fused, *split)]
+    if spec.qkv_layout == "per_head":
+        return list(fused.unflatten(0, (spec.heads, 3, d)).unbind(1))
+    sizes = [spec.heads * d, spec.kv_heads * d, spec.kv_heads * d]
+    return [t.unflatten(0, (-1, d)) for t in fused.split(sizes)]
+
+
+def _table(spec: BlockSpec, t: Tensor | None) -> Tensor | None:
+    """`1|batch seq half_rotary`: one column for each angle."""
+    if t is None or not spec.rope:
+        return None
+    return t if spec.tables == "short" else t[..., ::2] if spec.tables == "repeat" else t[..., : t.shape[-1] // 2]
+
+
+def _front(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, cos: Tensor | None, sin: Tensor | None, training: bool,
+           ) -> tuple[Tensor, ...]:  # fmt: skip
+    """q `batch seq heads head_dim`, k and v `batch seq kv_heads head_dim`, and the rows that they were made of."""
+    compute = w.q.dtype
+    y = x.reshape(-1, spec.hidden)
+    if w.attn_norm is not None:
+        y = _norm(call, spec, w, "attn_norm", y, training, dtype=compute)
+    y = y.to(compute)
+    q, k, v = _heads(spec, _matrix(spec, w.q), *[None if t is None else _matrix(spec, t) for t in (w.k, w.v)])
+    biases = _heads(spec, w.q_bias, w.k_bias, w.v_bias)
+    full, cos, sin = spec.qk_norm == "full", _table(spec, cos), _table(spec, sin)
+    turn = (None, None) if full else (cos, sin)
+    norms = (None, None) if full or w.q_norm is None else (_per_head(w.q_norm, spec), _per_head(w.k_norm, spec))
+    save = training and norms[0] is not None
+    q, k, v, _, _ = call("qkv_rope", y.view(x.shape), q, k, v, *biases, *turn, None, *norms, spec.rope == "interleaved",
+                         spec.norm, spec.eps, spec.weight_offset, spec.round_early, save)  # fmt: skip
+    if full:
+        q, k = (_norm(call, spec, w, name, t.flatten(2).flatten(0, 1), training).view(t.shape)
+                for name, t in (("q_norm", q), ("k_norm", k)))  # fmt: skip
+        if cos is not None:
+            q, k = call("rope", q, k, cos, sin, spec.rope == "interleaved")
+    return q, k, v, y
+
+
+def _per_head(w: Tensor | None, spec: BlockSpec) -> Tensor:
+    assert w is not None
+    return w if w.dim() == 2 else w.view(1, spec.head_dim)
+
+
+def _branch(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, matrix: str, out_norm: str, residual: Tensor,
+            training: bool, gamma: Tensor | None = None) -> tuple[Tensor, ...]:  # fmt: skip
+    """The end of a branch: its last linear layer, added to the residual, and the norm before or after the addition."""
+    after = getattr(w, out_norm) is not None
+    inside = after and spec.residual != "post"
+    out = call("linear", x, _matrix(spec, getattr(w, matrix)), getattr(w, matrix + "_bias"), None if inside else residual, gamma,
+               1.0 if inside else spec.branch_scale)  # fmt: skip
+    if not after:
+        return out
+    return (_norm(call, spec, w, out_norm, out[0], training, residual=residual if inside else None),)
+
+
+def _back(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, rows: Tensor, q: Tensor, k: Tensor, v: Tensor,
+          mask: Tensor | None, causal: bool, training: bool) -> Tensor:  # fmt: skip
+    compute = w.q.dtype
     steps = _plan(spec, x, k.shape[1], training, mask is not None)
-    rows = x.reshape(-1, spec.hidden)
-    attend = "decode_attention" if steps.decode else "attention"
-    a, _ = call(attend, q, k, v, mask, causal, spec.scale)
-    gamma = w.post_norm if steps.row_statistics else None
-    h, y, sumsq = call("linear", a.reshape(rows.shape[0], spec.heads * spec.head_dim), w.o, w.o_bias, rows, gamma, 1.0)
-    if not steps.row_statistics:
-        y, _, _ = call("norm", h, w.post_norm, None, None, "rms", spec.eps, spec.weight_offset, spec.round_early, training,
-                       h.dtype)  # fmt: skip
-        sumsq = None
-    g, _, _ = call("gated_mlp", y, w.gate, w.up, w.gate_bias, w.up_bias, sumsq, spec.activation, spec.eps, training)
-    out, _, _ = call("linear", g, w.down, w.down_bias, h, None, 1.0)
+    stream = x.reshape(-1, spec.hidden)
+    a, _ = call("decode_attention" if steps.decode else "attention", q, k, v, mask, causal, spec.scale)
+    a = a.reshape(stream.shape[0], spec.heads * spec.head_dim)
+    gamma = w.mlp_norm if steps.row_statistics else None
+    h, *statistics = _branch(call, spec, w, a, "o", "attn_out_norm", stream, training, gamma)
+    sumsq = None
+    if steps.row_statistics:
+        y, sumsq = statistics
+    elif w.mlp_norm is not None:
+        y = _norm(call, spec, w, "mlp_norm", stream if spec.residual == "parallel" else h, training, dtype=compute)
+    else:
+        y = rows if spec.residual == "parallel" else h.to(compute)
+    if spec.mlp == "plain":
+        g, _ = call("plain_mlp", y, _matrix(spec, w.up), w.up_bias, spec.activation, training)
+    else:
+        stacked = spec.mlp == "gated_stacked"
+        gate, up = w.up.split(spec.ffn) if stacked else (w.gate, w.up)
+        gate_bias, up_bias = w.up_bias.split(spec.ffn) if stacked and w.up_bias is not None else (w.gate_bias, w.up_bias)
+        g, _, _ = call("gated_mlp", y, gate, up, gate_bias, up_bias, sumsq, spec.activation, spec.eps, training)
+    out = _branch(call, spec, w, g, "down", "mlp_out_norm", h, training)[0]
     # Not a view to autograd: hooks on the layer's result (FSDP2's) and in-place operations after it then mean this tensor.
     return torch.ops.aten._unsafe_view.default(out, x.shape)
 
 
 # The composite ops: the same composition behind one registered op each, for calls without gradients.
 _T, _O = Tensor, Tensor | None
-_WEIGHTS = [(n, _T if n in BlockWeights._fields[:9] else _O) for n in BlockWeights._fields]
-_NUMBERS = [("hidden", int), ("ffn", int), ("heads", int), ("kv_heads", int), ("head_dim", int), ("scale", float), ("eps", float),
-            ("activation", str), ("weight_offset", float), ("round_early", bool)]  # fmt: skip
-_N_WEIGHTS, _N_NUMBERS = len(_WEIGHTS), len(_NUMBERS)
+_WEIGHTS = [(n, _O if n in BlockWeights._field_defaults else _T) for n in BlockWeights._fields]
+_NUMBERS = list(typing.get_type_hints(BlockSpec).items())
+_N_WEIGHTS = len(_WEIGHTS)
 
 
 def _composite(name: str, extra: list[tuple[str, Any]], results: int, compose: Callable[..., Any]) -> Any:
     n = len(extra)
+    gate, up = (n + BlockWeights._fields.index(field) for field in ("gate", "up"))
 
     def composed(call: Call, *args: Any) -> Any:
         return compose(call, BlockSpec(*args[n + _N_WEIGHTS :]), BlockWeights(*args[n : n + _N_WEIGHTS]), *args[:n])
 
-    gate, up = (n + BlockWeights._fields.index(field) for field in ("gate", "up"))
-
     def facts(args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (args[gate].data_ptr() < args[up].data_ptr(),)  # decides how gated_mlp stacks the two weights
+        # What decides how gated_mlp stacks two weights.
+        return () if args[gate] is None else (args[gate].data_ptr() < args[up].data_ptr(),)
 
     return ops.define_composite(name, [*extra, *_WEIGHTS, *_NUMBERS], results, composed, facts)
 
 
-def _compose_front(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+def _compose_front(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Any:
+    return _front(call, spec, w, x, cos, sin, False)[:3]
+
+
+def _compose_front_rows(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Any:
     return _front(call, spec, w, x, cos, sin, False)
 
 
-def _compose_back(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
-                  causal: bool) -> Any:  # fmt: skip
-    return _back(call, spec, w, x, q, k, v, mask, causal, False)
+def _shares_rows(spec: BlockSpec) -> bool:
+    """Whether the MLP reads the normalised rows that attention read."""
+    return spec.residual == "parallel" and spec.norms == "attn_norm"
 
 
-def _compose_block(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None,
-                   causal: bool) -> Any:  # fmt: skip
-    q, k, v = _front(call, spec, w, x, cos, sin, False)
-    return _back(call, spec, w, x, q, k, v, mask, causal, False)
+def _compose_back(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, rows: Tensor, q: Tensor, k: Tensor, v: Tensor,
+                  mask: Tensor | None, causal: bool) -> Any:  # fmt: skip
+    return _back(call, spec, w, x, rows, q, k, v, mask, causal, False)
 
 
-_block_front = _composite("block_front", [("x", _T), ("cos", _T), ("sin", _T)], 3, _compose_front)
+def _compose_block(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, cos: Tensor | None, sin: Tensor | None,
+                   mask: Tensor | None, causal: bool) -> Any:  # fmt: skip
+    q, k, v, rows = _front(call, spec, w, x, cos, sin, False)
+    return _back(call, spec, w, x, rows, q, k, v, mask, causal, False)
+
+
+_FRONT = [("x", _T), ("cos", _O), ("sin", _O)]
+_block_front = _composite("block_front", _FRONT, 3, _compose_front)
+_block_front_rows = _composite("block_front_rows", _FRONT, 4, _compose_front_rows)
 _block_back = _composite(  # fmt: skip
-    "block_back", [("x", _T), ("q_states", _T), ("k_states", _T), ("v_states", _T), ("mask", _O), ("causal", bool)], 1,
+    "block_back",
+    [("x", _T), ("rows", _T), ("q_states", _T), ("k_states", _T), ("v_states", _T), ("mask", _O), ("causal", bool)], 1,
     _compose_back,
 )
-_block = _composite("block", [("x", _T), ("cos", _T), ("sin", _T), ("mask", _O), ("causal", bool)], 1, _compose_block)
+_block = _composite("block", [("x", _T), ("cos", _O), ("sin", _O), ("mask", _O), ("causal", bool)], 1, _compose_block)
 
 
-for _name in ("block_front", "block_back", "block"):
+for _name in ("block_front", "block_front_rows", "block_back", "block"):
     ops.refuse_gradients(_name, f"{_name}: no gradients; fusedblock.blocks.forward takes other ops where they are wanted")
 
 
 def _numbers(spec: BlockSpec) -> tuple[Any, ...]:
-    return tuple(getattr(spec, n) for n, _ in _NUMBERS)
+    return tuple(getattr(spec, field.name) for field in dataclasses.fields(spec))
+
+
+def _cast(w: BlockWeights, dtype: torch.dtype) -> BlockWeights:
+    """Matrices, biases and per-head norms in dtype; the other norms as they are. To autograd the casts are steps of their own."""
+    return BlockWeights(*[t if t is None or n in _NORMS else t.to(dtype) for n, t in zip(w._fields, w)])
 
 
 def forward(
-    spec: BlockSpec, weights: BlockWeights, x: Tensor, cos: Tensor, sin: Tensor, *, mask: Tensor | None = None,
-    causal: bool = True,
-    update: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+    spec: BlockSpec, weights: BlockWeights, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None, *,
+    mask: Tensor | None = None, causal: bool = True,
+    update: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None, compute_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """One decoder layer: x + o(attention(norm(x))), then h + down(act(gate(norm(h))) * up(norm(h))).
+    """One transformer layer: h = x + o(attention(norm(x))), then h + down(act(gate(norm(h))) * up(norm(h))), or the variation of
+    it that spec says.
 
-    x `batch seq hidden`; cos and sin `batch|1 seq head_dim` as HF makes them (two equal halves; the first is read); mask and
-    causal as in fusedblock.ops.attention. update, if given, receives the new keys and values in HF's cache layout
-    `batch kv_heads seq head_dim` and returns all keys and values to attend to in that layout. Returns `batch seq hidden`.
+    x `batch seq hidden`; cos and sin `batch|1 seq rotary` (None without rope), their columns repeated as spec.tables says; mask
+    and causal as in fusedblock.ops.attention. update, if given, receives the new keys and values in HF's cache layout
+    `batch kv_heads seq head_dim` and returns all keys and values to attend to in that layout. compute_dtype: multiply in this
+    dtype while x, the residual stream and the norms keep theirs, as under autocast. Returns `batch seq hidden`.
     Without gradients the layer is one registered op (two around update). Raises ShapeError or ValueError naming the argument.
     """
-    if torch.is_grad_enabled() and (x.requires_grad or any(t is not None and t.requires_grad for t in weights)):
-        q, k, v = _front(ops.dispatched, spec, weights, x, cos, sin, True)
+    grad = torch.is_grad_enabled() and (x.requires_grad or any(t is not None and t.requires_grad for t in weights))
+    if grad or compute_dtype not in (None, x.dtype):
+        w = weights if compute_dtype is None else _cast(weights, compute_dtype)
+        q, k, v, rows = _front(ops.dispatched, spec, w, x, cos, sin, grad)
         k, v = _through(update, k, v)
-        m = ops.normalise_mask(mask, q, k)
-        return _back(ops.dispatched, spec, weights, x, q, k, v, m, causal, True)
+        learned = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
+        return _back(ops.dispatched, spec, w, x, rows, q, k, v, ops.normalise_mask(mask, q, k), causal, grad or learned)
     if update is None:
         m = mask if mask is None or mask.dim() == 4 else mask[:, None, None, :]
         return _block(x, cos, sin, m, causal, *weights, *_numbers(spec))
-    q, k, v = _block_front(x, cos, sin, *weights, *_numbers(spec))
+    front = _block_front_rows if _shares_rows(spec) else _block_front
+    q, k, v, *rest = front(x, cos, sin, *weights, *_numbers(spec))
+    rows = rest[0] if rest else x.reshape(-1, spec.hidden)
     k, v = _through(update, k, v)
     if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):  # learned keys and values: prefix tuning
-        return _back(ops.dispatched, spec, weights, x, q, k, v, ops.normalise_mask(mask, q, k), causal, True)
-    return _block_back(x, q, k, v, ops.normalise_mask(mask, q, k), causal, *weights, *_numbers(spec))
+        return _back(ops.dispatched, spec, weights, x, rows, q, k, v, ops.normalise_mask(mask, q, k), causal, True)
+    return _block_back(x, rows, q, k, v, ops.normalise_mask(mask, q, k), causal, *weights, *_numbers(spec))
 
 
 def _through(update: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,10 +19,19 @@ STATISTICS_ROWS = 64
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """Sizes and numerics of a pre-norm decoder layer with RMSNorm, rotary attention and a gated MLP. No tensors, no model names.
+    """Sizes and numerics of a transformer layer. No tensors, no model names.
 
-    hidden, ffn: widths; heads, kv_heads, head_dim: attention; scale: of the logits; eps: of both norms; activation: "silu",
-    "gelu" or "gelu_tanh"; weight_offset and round_early: see fusedblock.ops.rms_norm.
+    hidden, ffn: widths. heads, kv_heads, head_dim: attention. scale: of the logits. eps: of all norms.
+    activation: "silu", "gelu", "gelu_tanh", "relu" or "relu2".
+    norm: "rms" or "layer"; weight_offset and round_early: see fusedblock.rms_norm.
+    residual: "sequential" (x + attention, then + MLP of the sum), "parallel" (both branches read x) or "post" (the norms after
+    a branch follow the addition; otherwise they precede it). branch_scale multiplies both branches.
+    qkv_layout: "split", or one weight of rows "stacked" (q, k, v) or "per_head" (heads, then q, k, v of each).
+    transposed: weights are `in_features out_features`.
+    qk_norm: "", "head" (each head by itself) or "full" (all heads together), before rope.
+    rope: "", "half" or "interleaved". tables: how cos and sin repeat their columns: "halves", "repeat" (each twice), "short" (no).
+    mlp: "gated", "gated_stacked" (one weight, rows of gate, then of up) or "plain" (two layers).
+    norms: those of attn_norm, attn_out_norm, mlp_norm and mlp_out_norm that the layer has, in this order.
     """
 
     hidden: int
@@ -35,17 +44,28 @@ class BlockSpec:
     activation: str = "silu"
     weight_offset: float = 0.0
     round_early: bool = True
+    norm: str = "rms"
+    residual: str = "sequential"
+    branch_scale: float = 1.0
+    qkv_layout: str = "split"
+    transposed: bool = False
+    qk_norm: str = ""
+    rope: str = "half"
+    tables: str = "halves"
+    mlp: str = "gated"
+    norms: str = "attn_norm mlp_norm"
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One step of a layer: the registered op, its part in the layer, what runs it, and why it was chosen."""
+    """One step of a layer: the registered op, its part in the layer, what runs it, why it was chosen, what would change that."""
 
     op: str
     role: str
     engine: str
     why: str
     kernels: int = 1  # GPU launches it makes
+    changes: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,6 +84,31 @@ class Plan:
         return "\n".join(f"{s.role:{width}}  {s.op:16} {s.engine:6}  {s.why}" for s in self.launches)
 
 
+def _why_apart(spec: BlockSpec, rows: int, dtype: torch.dtype, training: bool, target: Target) -> str | None:
+    """Why the norm before the MLP is a launch of its own; None where it rides on its neighbours' epilogues."""
+    if spec.norm != "rms" or spec.residual != "sequential" or spec.norms != "attn_norm mlp_norm" or spec.mlp == "plain":
+        return "row sums ride only on a pre-norm layer with RMSNorm and a gated MLP"
+    if target.batch_invariant:
+        return "batch_invariant"
+    if training:
+        return "training keeps the normalised rows for the weight gradients"
+    if dtype is torch.float16:
+        return "fp16 range"  # out * norm_weight has no bounded range
+    if spec.weight_offset:
+        return "weight offset"
+    return f"more than {STATISTICS_ROWS} rows" if rows > STATISTICS_ROWS else None
+
+
+def _attention(spec: BlockSpec, seq: int, decode: bool, masked: bool) -> Launch:
+    if decode:
+        why = f"{seq} queries a sequence: keys split over the GPU, heads of a group packed, the parts joined by a second launch"
+        changes = f"gradients, batch_invariant, or more than {DECODE_ROWS} queries times heads of a group: tiles of queries"
+        return Launch("decode_attention", "attention", "triton", why, kernels=2, changes=changes)
+    why = "tiles of queries, the logits never leave the SM" + (", mask read by tile" if masked else "")
+    changes = f"without gradients, at most {DECODE_ROWS} queries times heads of a group: keys split over the GPU"
+    return Launch("attention", "attention", "triton", why, changes=changes)
+
+
 @functools.lru_cache(maxsize=4096)
 def plan(
     spec: BlockSpec, *, batch: int, seq: int, context: int, dtype: torch.dtype, training: bool, target: Target,
@@ -73,33 +118,43 @@ def plan(
 
     training: gradients are wanted. masked: an explicit mask comes with the call. Pure: equal arguments give an equal plan.
     """
-    decode = not training and seq * (spec.heads // spec.kv_heads) <= DECODE_ROWS
-    # Why the second norm is a launch of its own; None where it is not. fp16: out * norm_weight has no bounded range.
-    apart = (
-        "training keeps the normalised rows for the weight gradients" if training
-        else "fp16 range" if dtype is torch.float16
-        else "weight offset" if spec.weight_offset
-        else f"more than {STATISTICS_ROWS} rows" if batch * seq > STATISTICS_ROWS
-        else None
-    )  # fmt: skip
+    invariant = target.batch_invariant
+    decode = not training and not invariant and seq * (spec.heads // spec.kv_heads) <= DECODE_ROWS
+    apart = _why_apart(spec, batch * seq, dtype, training, target)
     statistics = apart is None
     rows = "one row a program, statistics in fp32"
-    if decode:
-        why = f"{seq} queries a sequence: keys split over the GPU, heads of a group packed, the parts joined by a second launch"
-        attention = Launch("decode_attention", "attention", "triton", why, kernels=2)
+    norms = spec.norms.split()
+
+    def norm(role: str, why: str = rows, changes: str = "") -> Launch:
+        return Launch("norm", role, "triton", why, changes=changes)
+
+    def output(role: str, out_norm: str, sums: str = "") -> list[Launch]:
+        """The linear layer that ends a branch, and the norm that follows it."""
+        if out_norm not in norms:
+            return [Launch("linear", role, "triton", "adds the residual" + sums)]
+        if spec.residual == "post":
+            return [Launch("linear", role, "triton", "adds the residual"), norm(f"norm after {role}")]
+        after = norm(f"norm after {role}", "adds the residual to the normalised row")
+        return [Launch("linear", role, "triton", "rounds once"), after]
+
+    steps = [norm("input norm")] if "attn_norm" in norms else []
+    parts = ", norm of each head" if spec.qk_norm == "head" else ""
+    turns = " and rotary embedding" if spec.rope and spec.qk_norm != "full" else ""
+    weights = {"split": "no packed weight copy", "stacked": "one weight", "per_head": "one weight, rows by head"}[spec.qkv_layout]
+    steps.append(Launch("qkv_rope", "q, k, v", "triton", f"three projections{parts}{turns}, {weights}"))
+    if spec.qk_norm == "full":
+        steps += [norm("q norm", "over all heads"), norm("k norm", "over all heads")]
+        steps += [Launch("rope", "rotary embedding", "triton", "after the norms, q and k in one launch")] if spec.rope else []
+    steps.append(_attention(spec, seq, decode, masked))
+    steps += output("attention output", "attn_out_norm", "; leaves the second norm's row sums" if statistics else "")
+    if "mlp_norm" in norms and not statistics:
+        rides = "" if spec.mlp == "plain" or spec.norm != "rms" else (
+            f"without gradients, in bf16 or fp32, {STATISTICS_ROWS} rows or fewer: a row scale in the next epilogue")  # fmt: skip
+        steps.append(norm("MLP norm", f"{rows} (not in an epilogue: {apart})", rides))
+    if spec.mlp == "plain":
+        steps.append(Launch("plain_mlp", "first MLP layer", "triton", "the activation in the epilogue"))
     else:
-        why = "tiles of queries, the logits never leave the SM" + (", mask read by tile" if masked else "")
-        attention = Launch("attention", "attention", "triton", why)
-    sums = "; leaves the second norm's row sums" if statistics else ""
-    scale = "the norm is a row scale in its epilogue; " if statistics else ""
-    norm = Launch("norm", "post-attention norm", "triton", f"{rows} (not in an epilogue: {apart})")
-    launches = (
-        Launch("norm", "input norm", "triton", rows),
-        Launch("qkv_rope", "q, k, v", "triton", "three projections and rotary embedding, no packed weight copy"),
-        attention,
-        Launch("linear", "attention output", "triton", "adds the residual" + sums),
-        *([] if statistics else [norm]),
-        Launch("gated_mlp", "gate and up", "triton", scale + "both products and the activation"),
-        Launch("linear", "down", "triton", "adds the residual"),
-    )
-    return Plan(launches, statistics, decode)
+        scale = "the norm is a row scale in its epilogue; " if statistics else ""
+        steps.append(Launch("gated_mlp", "gate and up", "triton", scale + "both products and the activation"))
+    steps += output("down", "mlp_out_norm")
+    return Plan(tuple(steps), statistics, decode)

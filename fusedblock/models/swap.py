@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from .. import blocks
 from ..ops import target_of
 from . import adapter, table
+from .binding import Binding, bind, classes, is_bound, is_current, patched, unsupported
 from .report import Calls, Explanation, FusionReport, LayerExplanation, LayerRecord, ranges
 
 _STATE = "_fusedblock"
@@ -37,7 +38,7 @@ class _State:
         self.name, self.index = name, index
         self.saved = saved or {}  # instance attributes that the swap replaced
         self.calls = Calls()
-        self.binding: adapter.Binding | None = None
+        self.binding: Binding | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:  # copies count for themselves and bind to their own parameters
         return _State, (self.name, self.index)
@@ -63,26 +64,27 @@ class FusedLayer(nn.Module):
         if not compiling:
             self.__dict__[_STATE].calls.fused += 1
         return blocks.forward(
-            call.spec, call.weights, hidden_states, call.cos, call.sin, mask=call.mask, causal=call.causal, update=call.update
-        )
+            call.spec, call.weights, hidden_states, call.cos, call.sin, mask=call.mask, causal=call.causal, update=call.update,
+            compute_dtype=call.compute_dtype,
+        )  # fmt: skip
 
     def _fusedblock_call(self, hidden_states: Tensor, arguments: dict[str, Any]) -> adapter.Call | str:
         """The fused call for these arguments, or why there is none."""
-        binding: adapter.Binding | str
+        bound: Binding | str
         if torch.compiler.is_compiling():
             # Traced anew, so that the graph is guarded by the layer itself and not by what was remembered of it.
-            binding = adapter.bind(self, self._fusedblock_spec)
+            bound = bind(self, self._fusedblock_spec)
         else:
             state = self.__dict__[_STATE]
             known = state.binding
-            if known is not None and adapter.is_current(known, self, self._fusedblock_spec):
-                binding = known
+            if known is not None and is_current(known, self):
+                bound = known
             else:
-                binding = adapter.bind(self, self._fusedblock_spec)
-                state.binding = None if isinstance(binding, str) else binding
-        if isinstance(binding, str):
-            return binding
-        return adapter.prepare(binding, hidden_states, arguments, self._fusedblock_cache_names, self._fusedblock_collector)
+                bound = bind(self, self._fusedblock_spec)
+                state.binding = None if isinstance(bound, str) else bound
+        if isinstance(bound, str):
+            return bound
+        return adapter.prepare(bound, hidden_states, arguments, self._fusedblock_cache_names, self._fusedblock_collector)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles name the original class, which can be imported, and are fused again when they are made."""
@@ -123,7 +125,8 @@ def _fused_class(original: type[nn.Module]) -> type[FusedLayer]:
         "_fusedblock_spec": table.SPECS[known.__name__],
         "_fusedblock_arguments": names,
         # transformers 5.24 renamed past_key_values to cache and still takes the old name.
-        "_fusedblock_cache_names": ("cache", "past_key_values") if "cache" in names else ("past_key_values",),
+        "_fusedblock_cache_names": ("cache", "past_key_values") if "cache" in names else
+        ("layer_past",) if "layer_past" in names else ("past_key_values",),
         "_fusedblock_collector": getattr(capturing, "_active_collector", None),
     }
     return _classes.setdefault(original, type(original.__name__, (FusedLayer, original), namespace))
@@ -161,11 +164,11 @@ def _decoder_layers(model: nn.Module) -> list[_Found]:
             tail = name.rpartition(".")[2]
             spec = table.SPECS[known.__name__] if known else None
             found.append(_Found(name, int(tail) if tail.isdecimal() else len(found), module, spec))
-    if not any(layer.spec for layer in found):
+    if not any(layer.spec or table.waiting(type(layer.layer)) for layer in found):
         seen.update(type(layer.layer).__name__ for layer in found)
         raise ValueError(
             f"{type(model).__name__} has no decoder layer that can be fused: its layers are {', '.join(sorted(seen)) or 'none'}, "
-            f"supported are {', '.join(f'{s.layer_class} of {s.module}' for s in table.SPECS.values())}"
+            f"supported are {', '.join(f'{s.layer_class} of {s.home}' for s in table.SPECS.values())}"
         )
     return found
 
@@ -175,22 +178,22 @@ def _refusal(layer: nn.Module, spec: table.LayerSpec | None) -> str:
     cls = type(layer)
     known = table.known_class(cls)
     if spec is None or known is None:
-        return f"{cls.__name__} is not supported"
+        return table.waiting(cls) or f"{cls.__name__} is not supported"
     if inspect.unwrap(cls.forward) is not inspect.unwrap(known.forward):  # type: ignore[attr-defined]
         return f"{cls.__name__} overrides the forward of {known.__name__}"
-    for part in (known, *(type(getattr(layer, name)) for name in (spec.attention, spec.mlp, spec.input_norm, spec.post_norm))):
-        if reason := adapter.patched(part):
+    for part in (known, *classes(layer, spec)):
+        if reason := patched(part):
             return reason
     forward = layer.__dict__.get("forward")
-    hooked = "_hf_hook" in layer.__dict__ and adapter.is_bound(layer.__dict__.get("_old_forward"), layer, cls.forward)
-    if forward is not None and not hooked and not adapter.is_bound(forward, layer, cls.forward):
+    hooked = "_hf_hook" in layer.__dict__ and is_bound(layer.__dict__.get("_old_forward"), layer, cls.forward)
+    if forward is not None and not hooked and not is_bound(forward, layer, cls.forward):
         return "an instance attribute 'forward' would shadow the fused one"
-    return adapter.unsupported(layer, spec) or ""
+    return unsupported(layer, spec) or ""
 
 
 def _now(layer: nn.Module, spec: table.LayerSpec) -> str:
     """Why calls of the layer would fall back as it is now, whatever their arguments; or an empty string."""
-    binding = adapter.bind(layer, spec)
+    binding = bind(layer, spec)
     if isinstance(binding, str):
         # FSDP2 shows shards between calls and gathers the weights before a forward.
         sharded = any(base.__name__ == "FSDPModule" for base in type(layer).__mro__) and binding.endswith(".DTensor")
@@ -254,7 +257,7 @@ def _swap(layer: nn.Module, record: LayerRecord) -> None:
     saved = {}
     for name in ("forward", "_old_forward"):
         # An instance forward hides the class's: accelerate keeps the original's under another name, others leave one behind.
-        if adapter.is_bound(attributes.get(name), layer, original.forward):
+        if is_bound(attributes.get(name), layer, original.forward):
             saved[name] = attributes.pop(name)
     layer.__class__ = fused
     if "_old_forward" in saved:
@@ -290,7 +293,7 @@ def _restore(layer: FusedLayer) -> None:
     saved = attributes.pop(_STATE).saved
     layer.__class__ = original  # type: ignore[assignment]
     for name in ("forward", "_old_forward"):
-        if adapter.is_bound(attributes.get(name), layer, fused.forward):  # put there by us, or by accelerate after fuse
+        if is_bound(attributes.get(name), layer, fused.forward):  # put there by us, or by accelerate after fuse
             del attributes[name]
             if name == "_old_forward":
                 attributes[name] = saved.get(name) or types.MethodType(original.forward, layer)
@@ -315,7 +318,7 @@ def explain(model: nn.Module) -> Explanation:
             record = replace(record, calls=entry.layer.__dict__[_STATE].calls)
         record = replace(record, status="fallback" if reason else "fused", reason=reason)
         plans: tuple[tuple[str, blocks.Plan], ...] = ()
-        binding = adapter.bind(entry.layer, entry.spec) if entry.spec and not reason else ""
+        binding = bind(entry.layer, entry.spec) if entry.spec and not reason else ""
         if not isinstance(binding, str):
             target = target_of(binding.weights.q.device)
             plans = tuple(_plans(binding, target))
@@ -324,7 +327,7 @@ def explain(model: nn.Module) -> Explanation:
     return Explanation(tuple(explanations), name)
 
 
-def _plans(binding: adapter.Binding, target: Any) -> Iterator[tuple[str, blocks.Plan]]:
+def _plans(binding: Binding, target: Any) -> Iterator[tuple[str, blocks.Plan]]:
     for workload, (batch, seq, context, training) in _WORKLOADS.items():
         yield workload, blocks.plan(
             binding.spec, batch=batch, seq=seq, context=context, dtype=binding.weights.q.dtype, training=training, target=target

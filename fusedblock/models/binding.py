@@ -1,0 +1,320 @@
+"""A live layer read into its numerics and parameters, or the reason why it is not fused. Nothing here changes anything."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..blocks import BlockSpec, BlockWeights
+from .table import LayerSpec
+
+# The hooks of transformers on attention modules do nothing unless its collector, which `prepare` asks, wants attentions.
+_CAPTURING = "transformers.utils.output_capturing"
+PLAIN_TENSORS = (nn.Parameter, Tensor, FakeTensor)
+
+
+class Child(NamedTuple):
+    """A submodule whose forward the fused layer replaces, as it was when the binding was made."""
+
+    parent: nn.Module | None  # None: the layer itself, which a replica of it shares the binding with
+    name: str
+    module: nn.Module
+    type: type
+    hooks: tuple[dict[int, Any], ...]  # the module's own dictionaries: live
+    hook_ids: tuple[int, ...]
+    forward: Any  # instance attribute, if any
+    class_forward: Any
+
+
+class Binding(NamedTuple):
+    """A layer's numerics and parameters. Valid while `is_current` says so."""
+
+    spec: BlockSpec
+    weights: BlockWeights
+    attention: Any
+    activation: nn.Module
+    children: tuple[Child, ...]
+    slots: tuple[tuple[dict[str, Any], str, Tensor | None], ...]  # (a module's _parameters, name, parameter)
+    facts: tuple[tuple[nn.Module | None, str, Any], ...]  # (module, or None for the layer; attribute; what the spec was made of)
+    dropouts: tuple[tuple[nn.Module, str, str], ...]  # (module, attribute, path): rates that must be 0 in training
+    partial: bool  # tables may be narrower than a head
+
+
+def activation_of(function: Any) -> str | None:
+    """The activation's name in fusedblock.blocks, or None."""
+    name = type(function).__name__
+    if type(function).__module__ not in ("torch.nn.modules.activation", "transformers.activations"):
+        return None
+    if name in ("SiLU", "SiLUActivation"):
+        return "silu"
+    if name == "GELU":
+        return {"none": "gelu", "tanh": "gelu_tanh"}[function.approximate]
+    known = {"GELUActivation": "gelu", "GELUTanh": "gelu_tanh", "NewGELUActivation": "gelu_tanh", "ReLU": "relu",
+             "ReLUSquaredActivation": "relu2"}  # fmt: skip
+    return known.get(name)
+
+
+def patched(cls: type) -> str | None:
+    """Why the class's forward is not the one that its module defines, or None."""
+    forward = inspect.unwrap(cls.forward)  # type: ignore[attr-defined]
+    if forward.__module__ == cls.__module__:
+        return None
+    return f"{cls.__name__}.forward is {forward.__module__}.{forward.__qualname__}"
+
+
+def _hooks(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+
+
+def _shadow(module: nn.Module) -> str | None:
+    """Why calling the module would not run its class's forward on its own inputs, or None."""
+    forward = module.__dict__.get("forward")
+    if forward is None or is_bound(forward, module, type(module).forward):  # accelerate leaves one when it removes its hook
+        return None
+    hook: Any = module.__dict__.get("_hf_hook")
+    if type(hook).__name__ == "AlignDevicesHook" and is_bound(module.__dict__.get("_old_forward"), module, type(module).forward):
+        # accelerate with several devices: nothing to do where the parameters already are where the module executes.
+        devices = {torch.device(p.device) for p in module.parameters(recurse=False)}
+        if not hook.offload and devices <= {_device(hook.execution_device)}:
+            return None
+        return "is offloaded by accelerate"
+    return f"has an instance forward ({type(hook or forward).__name__})"
+
+
+def _device(device: Any) -> torch.device:
+    device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
+
+
+def is_bound(method: Any, module: nn.Module, function: Any) -> bool:
+    return isinstance(method, types.MethodType) and method.__self__ is module and method.__func__ is function
+
+
+# Fields of BlockSpec that the table fixes.
+_OPTIONS = ("weight_offset", "round_early", "norm", "residual", "qkv_layout", "qk_norm", "rope", "tables", "mlp")
+
+
+class _Unfit(Exception):
+    """Why the layer is not fused, from deep inside `bind`."""
+
+
+def _at(layer: nn.Module, path: str) -> Any:
+    """The attribute at a dotted path, or None."""
+    value: Any = layer
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def _owner(layer: nn.Module, path: str) -> tuple[nn.Module | None, str]:
+    """(module that has the attribute, or None for the layer itself; its name there)."""
+    parent, _, name = path.rpartition(".")
+    return (_at(layer, parent) if parent else None), name
+
+
+def type_name(value: Any) -> str:
+    cls = type(value)
+    return cls.__qualname__ if cls.__module__ in ("builtins", "torch") else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _refusal(path: str, module: Any, expected: str, capturing: bool = False) -> str | None:
+    """Why the submodule must run itself, or None. expected: the dotted name of its class, "" for any module (an activation)."""
+    if not isinstance(module, nn.Module):
+        return f"{path} is {type_name(module)}, not a module"
+    cls = type(module)
+    if expected and f"{cls.__module__}.{cls.__qualname__}" != expected:
+        shown = expected.rpartition(".")[2]
+        return f"{path} is {type_name(module)}, not {'torch.nn.' if expected.startswith('torch.') else ''}{shown}"
+    if expected and (reason := patched(cls)):
+        return reason
+    shadow = _shadow(module)
+    if shadow:
+        return f"{path} {shadow}"
+    for hooks in _hooks(module):
+        for hook in hooks.values():
+            if not capturing or getattr(hook, "__module__", None) != _CAPTURING:
+                return f"{path} has a hook"
+    return None
+
+
+def _child(layer: nn.Module, path: str, expected: str, capturing: bool = False) -> Child:
+    parent, name = _owner(layer, path)
+    module = (layer if parent is None else parent)._modules.get(name)
+    if refusal := _refusal(path, module, expected, capturing):
+        raise _Unfit(refusal)
+    assert module is not None
+    hooks = _hooks(module)
+    ids = tuple(key for group in hooks for key in group)
+    return Child(parent, name, module, type(module), hooks, ids, module.__dict__.get("forward"), type(module).forward)
+
+
+def classes(layer: nn.Module, spec: LayerSpec) -> list[type]:
+    """Of the layer's parts whose arithmetic the fused layer replaces."""
+    paths = (*spec.classes, *spec.norms.values())
+    return [type(module) for module in (_at(layer, path) for path in paths) if module is not None]
+
+
+def unsupported(layer: nn.Module, spec: LayerSpec) -> str | None:
+    """Why no kernel exists for the layer's sizes or numerics, or None."""
+    head_dim = _at(layer, f"{spec.attention}.{spec.head_dim}") or 0
+    if not 16 <= head_dim <= 256 or head_dim % 8:
+        return f"head_dim={head_dim}, the kernels take multiples of 8 from 16 to 256"
+    scale = _at(layer, f"{spec.attention}.scaling")
+    if not (isinstance(scale, (int, float)) and 0 < scale < float("inf")):
+        return f"the softmax scale is {scale}, the kernels take positive finite numbers"
+    activation = _at(layer, spec.activation)
+    if activation_of(activation) is None:
+        return f"activation {type_name(activation)} has no kernel"
+    for path, reason in spec.refused.items():
+        if _at(layer, path):
+            return reason
+    found = {_at(layer, f"{path}.{spec.eps}") for path in spec.norms.values()} - {None}
+    if len(found) > 1:
+        return f"the norms have different epsilons, {' and '.join(map(str, sorted(found)))}"
+    return None
+
+
+def bind(layer: nn.Module, spec: LayerSpec) -> Binding | str:
+    """Read the layer: its numerics, its parameters, and what must stay as it is for them to be right; or why it is not fused."""
+    try:
+        return _bind(layer, spec)
+    except _Unfit as unfit:
+        return str(unfit)
+
+
+def _bind(layer: nn.Module, spec: LayerSpec) -> Binding:
+    facts: list[tuple[nn.Module | None, str, Any]] = []
+
+    def fact(path: str) -> Any:
+        value = _at(layer, path)
+        facts.append((*_owner(layer, path), value))
+        return value
+
+    options = {name: getattr(spec, name) for name in _OPTIONS}
+    for path, (field, values) in spec.switches.items():
+        options[field] = values[bool(fact(path))]
+    children = [_child(layer, path, f"{spec.home}.{name}", path == spec.attention) for path, name in spec.classes.items()]
+    norm_class = spec.norm_class if "." in spec.norm_class else f"{spec.home}.{spec.norm_class}"
+    # A parallel layer whose branches share one norm may have no module in the place of the other.
+    norms = {n: p for n, p in spec.norms.items()
+             if not (options["residual"] == "parallel" and n == "mlp_norm" and _at(layer, p) is None)}  # fmt: skip
+    modules: dict[str, nn.Module] = {}
+    heads = ("q_norm", "k_norm") if options["qk_norm"] else ()
+    places = {**norms, **{n: f"{spec.attention}.{getattr(spec, n)}" for n in heads}}
+    for expected, group in ((norm_class, places), (spec.linear_class, spec.linears)):
+        for name, path in group.items():
+            children.append(_child(layer, path, expected))
+            modules[name] = children[-1].module
+    children.append(_child(layer, spec.activation, ""))
+    activation = children[-1].module
+    dropouts = []
+    for path in spec.dropouts:
+        owner, name = _owner(layer, path)
+        if isinstance(_at(layer, path), nn.Module):
+            children.append(_child(layer, path, "torch.nn.modules.dropout.Dropout"))
+            dropouts.append((children[-1].module, "p", path))
+        else:
+            dropouts.append((layer if owner is None else owner, name, path))
+    if reason := unsupported(layer, spec):
+        raise _Unfit(reason)
+
+    slots = _slots(modules)
+    weights = BlockWeights(**{name: slot[2] for name, slot in slots.items()})  # type: ignore[arg-type]
+    for path in norms.values():
+        fact(f"{path}.{spec.eps}")
+    numbers = _sizes(weights, fact(f"{spec.attention}.{spec.head_dim}"), options, spec)
+    attention = _at(layer, spec.attention)
+    groups = fact(f"{spec.attention}.num_key_value_groups") if hasattr(attention, "num_key_value_groups") else 1
+    if numbers["heads"] // numbers["kv_heads"] != groups:
+        raise _Unfit(f"{numbers['heads']} heads over {numbers['kv_heads']} key/value heads, but num_key_value_groups={groups}")
+    eps = _at(layer, f"{next(iter(norms.values()))}.{spec.eps}")
+    block = BlockSpec(
+        **numbers, **options, scale=float(fact(f"{spec.attention}.scaling")), eps=float(eps),
+        activation=activation_of(activation) or "", branch_scale=float(fact(spec.branch_scale)) if spec.branch_scale else 1.0,
+        transposed=spec.linear_class.endswith("Conv1D"), norms=" ".join(norms),
+    )  # fmt: skip
+    return Binding(block, weights, attention, activation, tuple(children), tuple(slots.values()), tuple(facts), tuple(dropouts),
+                   spec.partial)  # fmt: skip
+
+
+def _slots(modules: Mapping[str, nn.Module]) -> dict[str, tuple[dict[str, Any], str, Tensor | None]]:
+    """Field of BlockWeights -> the place of the parameter. A linear layer's or LayerNorm's bias may be None."""
+    slots = {}
+    for name, module in modules.items():
+        weight, bias = (module._parameters.get(n) for n in ("weight", "bias"))
+        if not isinstance(weight, Tensor):
+            raise _Unfit(f"a weight of {type(module).__name__} is not a parameter")
+        if module._parameters.keys() - {"weight", "bias"} or (bias is not None and name in ("q_norm", "k_norm")):
+            raise _Unfit(f"{type(module).__name__} has parameters {', '.join(module._parameters)}")
+        slots[name] = (module._parameters, "weight", weight)
+        if name + "_bias" in BlockWeights._fields:
+            slots[name + "_bias"] = (module._parameters, "bias", bias)
+    for tensor in (slot[2] for slot in slots.values()):
+        if tensor is not None and type(tensor) not in PLAIN_TENSORS:
+            raise _Unfit(f"a weight is a {type_name(tensor)}")
+    return slots
+
+
+def _sizes(w: BlockWeights, head_dim: int, options: Mapping[str, Any], spec: LayerSpec) -> dict[str, int]:
+    """hidden, ffn, heads, kv_heads, head_dim, having checked that every weight has the shape they give it."""
+    transposed = spec.linear_class.endswith("Conv1D")
+
+    def shape(t: Tensor) -> tuple[int, ...]:
+        return tuple(t.shape[::-1] if transposed and t.dim() == 2 else t.shape)
+
+    (hidden, q_width), (_, ffn) = shape(w.o), shape(w.down)
+    rows = shape(w.q)[0]
+    heads = q_width // head_dim
+    split = options["qkv_layout"] == "split"
+    kv_width = heads * head_dim if options["qkv_layout"] == "per_head" else (
+        shape(w.k)[0] if split and w.k is not None else (rows - q_width) // 2)  # fmt: skip
+    kv_heads = kv_width // head_dim
+    n_up = 2 * ffn if options["mlp"] == "gated_stacked" else ffn
+    widths = {"q": q_width if split else q_width + 2 * kv_width, "k": kv_width, "v": kv_width, "o": hidden,
+              "gate": ffn, "up": n_up, "down": hidden}  # fmt: skip
+    inner = {"o": q_width, "down": ffn}
+    for name, tensor in w._asdict().items():
+        if tensor is None:
+            continue
+        base = name.removesuffix("_bias")
+        if name in ("q_norm", "k_norm"):
+            n, width = (heads, q_width) if name == "q_norm" else (kv_heads, kv_width)
+            allowed = {"head": ((head_dim,), (n, head_dim)), "full": ((width,),)}[options["qk_norm"]]
+        elif base.endswith("_norm"):
+            allowed = ((hidden,),)
+        else:
+            allowed = ((widths[base],),) if name.endswith("_bias") else ((widths[base], inner.get(base, hidden)),)
+        found = tuple(tensor.shape) if base.endswith("_norm") else shape(tensor)
+        if found not in allowed:
+            raise _Unfit(f"the {name} weight has shape {tuple(tensor.shape)}, expected {' or '.join(map(str, allowed))}")
+    if not kv_heads or heads * head_dim != q_width or kv_heads * head_dim != kv_width or heads % kv_heads:
+        raise _Unfit(f"q and k of widths {q_width} and {kv_width} are no groups of heads of head_dim={head_dim}")
+    return {"hidden": hidden, "ffn": ffn, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+
+
+def is_current(binding: Binding, layer: nn.Module) -> bool:
+    """Whether `bind` would give the same binding again. A few microseconds: it is asked at every call."""
+    for parent, name, module, cls, hooks, hook_ids, forward, class_forward in binding.children:
+        if (layer if parent is None else parent)._modules.get(name) is not module or type(module) is not cls:
+            return False
+        forward_hooks, pre_hooks, backward_hooks, backward_pre_hooks = hooks
+        if forward_hooks or pre_hooks or backward_hooks or backward_pre_hooks:
+            if tuple(key for group in hooks for key in group) != hook_ids:
+                return False
+        if module.__dict__.get("forward") is not forward or cls.forward is not class_forward:
+            return False
+    for parameters, name, tensor in binding.slots:
+        if parameters.get(name) is not tensor:
+            return False
+    for owner, name, value in binding.facts:
+        if getattr(layer if owner is None else owner, name, None) != value:
+            return False
+    block, weights = binding.spec, binding.weights
+    rows = weights.o.shape[0 if block.transposed else 1]
+    return activation_of(binding.activation) == block.activation and rows == block.heads * block.head_dim
