@@ -33,7 +33,7 @@ class Config:
     num_stages: int
     group: int = 8
     tma: bool = False
-    split: int = 1  # the epilogue runs in this many column halves (1 or 2): smaller staging buffers
+    split: int = 1  # the epilogue runs in this many parts of the columns (1, 2; linear also 4): smaller staging buffers
 
     def smem_bytes(self, itemsize: int) -> int:
         """Operand ring plus the descriptor staging of result and residual."""

@@ -58,6 +58,8 @@ def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
     x, residual = args["x"], args["residual"]
     if residual is not None and residual.dtype not in (x.dtype, accumulate_dtype(x.dtype)):
         raise ValueError(f"linear: residual has dtype {residual.dtype}, but x has {x.dtype}")
+    if residual is not None and residual.dtype != x.dtype and args["norm_weight"] is not None:
+        raise ValueError(f"linear: norm_weight is given, and a residual of {residual.dtype} where x has {x.dtype}: give one of both")
     # One partial sum per 128 columns at most: the same count for every config, descriptors or pointers.
     return {"tiles": cdiv(sizes["out_features"], min(_config(sizes, args["x"]).block_n, 128))}
 
@@ -93,14 +95,13 @@ def reference(
     square = out.to(accumulate_dtype(x.dtype)).square()
     block = min(_config({"tokens": x.shape[0]}, x).block_n, 128)
     square = torch.nn.functional.pad(square, (0, tiles * block - out.shape[1]))
-    scaled = (out * norm_weight).to(x.dtype)
-    return out, scaled, reduce(square, "tokens (tiles block) -> tokens tiles", "sum", tiles=tiles).contiguous()
+    return out, out * norm_weight, reduce(square, "tokens (tiles block) -> tokens tiles", "sum", tiles=tiles).contiguous()
 
 
 @triton.jit
 def _finish(acc, row0, col0, bias, residual, norm_weight, out, scaled, sumsq, M, N, TILES, stride_r, scale,
             BM: tl.constexpr, BN: tl.constexpr, STAT: tl.constexpr, TMA: tl.constexpr, OUT: tl.constexpr):  # fmt: skip
-    """Epilogue of one tile of BN columns, STAT of them to a partial sum (BN == STAT or 2 * STAT after splitting)."""
+    """Epilogue of BN columns, STAT of them to a partial sum."""
     cols = col0 + tl.arange(0, BN)
     if bias is not None:
         acc += tl.load(bias + cols, cols < N, other=0.0).to(acc.dtype)[None, :]
@@ -169,8 +170,8 @@ def launch(
     m, n, k = sizes["tokens"], sizes["out_features"], sizes["in_features"]
     given = [t for t in (residual, out, scaled) if t is not None and t.numel()]
     c = usable(_config(sizes, x), x, weight, *given)
-    if c.tma and out.element_size() > x.element_size():
-        c = replace(c, split=2 * c.split)  # the staging of result and residual must not grow
+    if out.element_size() > x.element_size() and c.block_n >= 128:
+        c = replace(c, split=2 * c.split)  # by descriptors the staging must not grow, by pointers the registers hold less at once
     if norm_weight is not None and c.block_m * c.block_n >= 128 * 128:
         c = replace(c, num_warps=8)  # two results and their statistics spill four warps
     width = c.block_n // c.split
