@@ -59,7 +59,7 @@ def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
     if residual is not None and residual.dtype not in (x.dtype, accumulate_dtype(x.dtype)):
         raise ValueError(f"linear: residual has dtype {residual.dtype}, but x has {x.dtype}")
     if residual is not None and residual.dtype != x.dtype and args["norm_weight"] is not None:
-        raise ValueError(f"linear: norm_weight is given, and a residual of {residual.dtype} where x has {x.dtype}: give one of both")
+        raise ValueError(f"linear: residual has dtype {residual.dtype}, but x has {x.dtype}: not beside norm_weight")
     # One partial sum per 128 columns at most: the same count for every config, descriptors or pointers.
     return {"tiles": cdiv(sizes["out_features"], min(_config(sizes, args["x"]).block_n, 128))}
 
