@@ -27,6 +27,10 @@ class Target:
         return self.arch if isinstance(self.arch, int) else 0
 
     @property
+    def name(self) -> str:
+        return f"sm_{self.capability}" if self.capability else str(self.arch)
+
+    @property
     def tma(self) -> bool:
         """Tensor descriptors are hardware (below sm_90 the compiler rewrites them to pointers and spills)."""
         return self.capability >= 90

@@ -171,22 +171,25 @@ def test_presets_are_the_published_models(name):
 
 @pytest.mark.parametrize("phase", ["prefill", "decode", "train"])
 @pytest.mark.parametrize("target", ["sm_80", "gfx942"])
-def test_explain_prints_the_plan(phase, target):
+def test_a_user_asks_what_a_workload_launches(phase, target):
     result = run("explain", "llama-3.1-8b", "--phase", phase, "--context", 777, "--batch", 3, "--target", target)
     assert result.exit_code == 0, result.output
     spec = BlockSpec(4096, 14336, 32, 8, 128, 128**-0.5, 1e-5)
     plan = blocks.plan(spec, batch=3, seq=1 if phase == "decode" else 777, context=777, dtype=torch.bfloat16,
                        training=phase == "train", target=TARGETS[target])  # fmt: skip
     lines = [line.strip() for line in result.output.splitlines()]
-    assert [line.strip() for line in str(plan).splitlines()] == lines[-len(plan.launches) :]
-    assert f"{plan.kernels} launches a layer's forward on {target}" in result.output
-    assert "32 of 32 decoder layers fused" in result.output
+    expected = [line.strip() for line in str(plan).splitlines()]
+    assert expected == lines[-len(expected) :]
+    shape = {"prefill": "prefill, 3 x 777", "decode": "decode, 3 x 1 over 777", "train": "training, 3 x 777"}[phase]
+    assert lines[-len(expected) - 1] == f"{shape}, bfloat16: {plan.kernels} launches a layer's forward on {target}"
+    assert lines[:3] == ["32 of 32 decoder layers fused", "", "LlamaDecoderLayer 0-31"]
 
 
 def test_explain_of_a_directory_shows_all_phases(checkpoint):
     result = run("explain", checkpoint)
     assert result.exit_code == 0
-    assert [word for word in ("prefill:", "decode:", "train:") if word not in result.output] == []
+    for workload in ("prefill, 1 x 2048", "decode, 1 x 1 over 2048", "training, 1 x 2048"):
+        assert workload in result.output
     assert "4 of 4 decoder layers fused" in result.output
 
 
@@ -204,10 +207,34 @@ def test_explain_refuses(arguments, message):
     assert result.exit_code == 2 and message in result.stderr
 
 
-def test_explain_of_another_architecture_says_what_is_supported(tmp_path):
-    from transformers import GPT2Config
+@pytest.mark.parametrize("arguments", [{"batch": 0}, {"context": -1}, {"seq": 0}, {"phase": "training"}])
+def test_explain_names_a_bad_argument(arguments):
+    model = presets.on_meta(presets.config_of("llama-3.2-1b"))
+    ((name, value),) = arguments.items()
+    with pytest.raises(ValueError, match=f"explain: {name} is {value!r}, expected"):
+        fusedblock.explain(model, **arguments)
 
-    GPT2Config(n_layer=1, n_embd=32, n_head=2).save_pretrained(tmp_path)
+
+def test_explain_of_an_encoder_has_no_decode(tmp_path):
+    from transformers import BertConfig, BertModel
+
+    model = BertModel(BertConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2, intermediate_size=48))
+    fusedblock.fuse(model)
+    for layer in fusedblock.explain(model, batch=4, context=100).layers:
+        assert [name for name, _ in layer.plans] == ["prefill, 4 x 100, float32", "training, 4 x 100, float32"]
+
+
+def test_explain_follows_the_options(checkpoint):
+    with fusedblock.options(batch_invariant=True):
+        result = run("explain", checkpoint, "--phase", "decode")
+    assert "on sm_90, batch_invariant" in result.output and "decode_attention" not in result.output
+    assert "decode_attention" in run("explain", checkpoint, "--phase", "decode").output
+
+
+def test_explain_of_an_unsupported_architecture_says_what_is_supported(tmp_path):
+    from transformers import BloomConfig
+
+    BloomConfig(n_layer=1, hidden_size=32, n_head=2).save_pretrained(tmp_path)
     result = run("explain", tmp_path)
     assert result.exit_code == 2 and "LlamaDecoderLayer" in result.stderr
 

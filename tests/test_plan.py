@@ -98,14 +98,18 @@ def test_bounds():
             assert step.op in OPS
             assert step.engine in ("triton", "torch")
             assert step.why
+        assert any(step.changes for step in p.launches)
 
 
 def test_text_has_a_line_for_every_launch():
     for p in (of(), of(seq=1), of(training=True, masked=True)):
         lines = str(p).splitlines()
-        assert len(lines) == len(p.launches)
-        for line, step in zip(lines, p.launches):
+        for step in p.launches:
+            line = lines.pop(0)
             assert line.split("  ")[0].strip() == step.role
             assert all(part in line for part in (step.op, step.engine, step.why))
+            if step.changes:
+                assert lines.pop(0).strip() == f"otherwise: {step.changes}"
+        assert lines == []
     assert "mask" in str(of(masked=True))
     assert "mask" not in str(of())

@@ -81,7 +81,12 @@ class Plan:
 
     def __str__(self) -> str:
         width = max(len(step.role) for step in self.launches)
-        return "\n".join(f"{s.role:{width}}  {s.op:16} {s.engine:6}  {s.why}" for s in self.launches)
+        lines = []
+        for s in self.launches:
+            lines.append(f"{s.role:{width}}  {s.op:16} {s.engine:6}  {s.why}")
+            if s.changes:
+                lines.append(f"{'':{width}}  otherwise: {s.changes}")
+        return "\n".join(lines)
 
 
 def _why_apart(spec: BlockSpec, rows: int, dtype: torch.dtype, training: bool, target: Target) -> str | None:

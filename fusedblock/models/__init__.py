@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from .explain import explain
 from .loading import CheckpointError, LoadReport, load_safetensors, save_safetensors
 from .report import Calls, Explanation, FusionReport, LayerExplanation, LayerRecord
-from .swap import explain, fuse, unfuse
+from .swap import fuse, unfuse
 
 __all__ = [
     "Calls",

@@ -134,7 +134,8 @@ class Explanation:
             if reason:
                 lines.append(f"  original forward: {reason}")
             for workload, plan in plans:
-                lines.append(f"  {workload}: {plan.kernels} launches forward on {self.target}")
+                lines.append(f"  {workload}: {plan.kernels} launches a layer's forward on {self.target}")
                 lines += [f"    {line}" for line in str(plan).splitlines()]
-            lines += [f"  {line}" for line in _counts(records)]
+            if any(record.calls.fused or record.calls.fallbacks for record in records):
+                lines += [f"  {line}" for line in _counts(records)]
         return "\n".join(lines)

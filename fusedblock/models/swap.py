@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,15 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import blocks
-from ..ops import target_of
 from . import adapter, table
 from .binding import Binding, bind, classes, is_bound, is_current, patched, unsupported
-from .report import Calls, Explanation, FusionReport, LayerExplanation, LayerRecord, ranges
+from .report import Calls, FusionReport, LayerRecord, ranges
 
-_STATE = "_fusedblock"
-# batch, seq, context, training
-_WORKLOADS = {"prefill, 1 x 2048": (1, 2048, 2048, False), "decode, 1 x 1 over 2048": (1, 1, 2048, False),
-              "training, 1 x 2048": (1, 2048, 2048, True)}  # fmt: skip
+STATE = "_fusedblock"
 
 
 class _State:
@@ -59,10 +55,10 @@ class FusedLayer(nn.Module):
         compiling = torch.compiler.is_compiling()
         if isinstance(call, str):
             if not compiling:
-                self.__dict__[_STATE].calls.fallbacks[call] += 1
+                self.__dict__[STATE].calls.fallbacks[call] += 1
             return super().forward(hidden_states, *args, **kwargs)
         if not compiling:
-            self.__dict__[_STATE].calls.fused += 1
+            self.__dict__[STATE].calls.fused += 1
         return blocks.forward(
             call.spec, call.weights, hidden_states, call.cos, call.sin, mask=call.mask, causal=call.causal, update=call.update,
             compute_dtype=call.compute_dtype,
@@ -75,7 +71,7 @@ class FusedLayer(nn.Module):
             # Traced anew, so that the graph is guarded by the layer itself and not by what was remembered of it.
             bound = bind(self, self._fusedblock_spec)
         else:
-            state = self.__dict__[_STATE]
+            state = self.__dict__[STATE]
             known = state.binding
             if known is not None and is_current(known, self):
                 bound = known
@@ -90,14 +86,14 @@ class FusedLayer(nn.Module):
         """Copies and pickles name the original class, which can be imported, and are fused again when they are made."""
         if not _is_fused(self):  # a class made from ours, e.g. by FSDP2
             return super().__reduce_ex__(protocol)
-        state = self.__dict__[_STATE]
-        attributes = {name: value for name, value in self.__dict__.items() if name != _STATE}
+        state = self.__dict__[STATE]
+        attributes = {name: value for name, value in self.__dict__.items() if name != STATE}
         return _rebuild, (self._fusedblock_original, state.name, state.index), attributes
 
 
 def _rebuild(original: type[nn.Module], name: str, index: int) -> nn.Module:
     layer = original.__new__(original)
-    layer.__dict__[_STATE] = _State(name, index)
+    layer.__dict__[STATE] = _State(name, index)
     layer.__class__ = _fused_class(original)
     return layer
 
@@ -150,7 +146,7 @@ class _Found:
         return LayerRecord(self.name, self.index, type(self.layer).__name__, status, reason)
 
 
-def _decoder_layers(model: nn.Module) -> list[_Found]:
+def decoder_layers(model: nn.Module) -> list[_Found]:
     """The model's decoder layers, supported or not, in order. Raises ValueError naming the classes seen if none is supported."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}, expected a torch.nn.Module with supported decoder layers")
@@ -173,7 +169,7 @@ def _decoder_layers(model: nn.Module) -> list[_Found]:
     return found
 
 
-def _refusal(layer: nn.Module, spec: table.LayerSpec | None) -> str:
+def refusal(layer: nn.Module, spec: table.LayerSpec | None) -> str:
     """Why the layer's class is not swapped, or an empty string."""
     cls = type(layer)
     known = table.known_class(cls)
@@ -191,7 +187,7 @@ def _refusal(layer: nn.Module, spec: table.LayerSpec | None) -> str:
     return unsupported(layer, spec) or ""
 
 
-def _now(layer: nn.Module, spec: table.LayerSpec) -> str:
+def falls_back(layer: nn.Module, spec: table.LayerSpec) -> str:
     """Why calls of the layer would fall back as it is now, whatever their arguments; or an empty string."""
     binding = bind(layer, spec)
     if isinstance(binding, str):
@@ -218,7 +214,7 @@ def fuse(model: nn.Module, *, strict: bool = False, layers: Iterable[int] | None
     Returns a FusionReport with one LayerRecord for each decoder layer. Raises ValueError, with nothing changed, if the model
     has no supported layer, `layers` names one that it does not have, or a layer cannot be fused under strict.
     """
-    found = _decoder_layers(model)
+    found = decoder_layers(model)
     if layers is not None:
         layers = layers if isinstance(layers, (int, str)) else tuple(layers)
         if not isinstance(layers, tuple) or not all(isinstance(n, int) for n in layers):
@@ -232,15 +228,15 @@ def fuse(model: nn.Module, *, strict: bool = False, layers: Iterable[int] | None
     records = []
     for entry in found:
         if entry.spec is not None and isinstance(entry.layer, FusedLayer):
-            record = entry.record("already fused", _now(entry.layer, entry.spec))
-            record = replace(record, calls=entry.layer.__dict__[_STATE].calls)
+            record = entry.record("already fused", falls_back(entry.layer, entry.spec))
+            record = replace(record, calls=entry.layer.__dict__[STATE].calls)
         elif entry.spec is not None and entry.index not in wanted:
             record = entry.record("skipped", "not in layers")
-        elif refusal := _refusal(entry.layer, entry.spec):
-            record = entry.record("fallback", refusal)
+        elif why := refusal(entry.layer, entry.spec):
+            record = entry.record("fallback", why)
         else:
             assert entry.spec is not None
-            record = entry.record("fused", _now(entry.layer, entry.spec))
+            record = entry.record("fused", falls_back(entry.layer, entry.spec))
         records.append(record)
     failed = [f"  {r.name or r.layer_class}: {r.reason}" for r in records if r.reason and r.status != "skipped"]
     if strict and failed:
@@ -264,7 +260,7 @@ def _swap(layer: nn.Module, record: LayerRecord) -> None:
         attributes["_old_forward"] = types.MethodType(fused.forward, layer)
     state = _State(record.name, record.index, saved)
     state.calls = record.calls
-    attributes[_STATE] = state
+    attributes[STATE] = state
 
 
 def unfuse(model: nn.Module) -> int:
@@ -290,7 +286,7 @@ def unfuse(model: nn.Module) -> int:
 def _restore(layer: FusedLayer) -> None:
     fused, original = type(layer), layer._fusedblock_original
     attributes = layer.__dict__
-    saved = attributes.pop(_STATE).saved
+    saved = attributes.pop(STATE).saved
     layer.__class__ = original  # type: ignore[assignment]
     for name in ("forward", "_old_forward"):
         if is_bound(attributes.get(name), layer, fused.forward):  # put there by us, or by accelerate after fuse
@@ -299,36 +295,3 @@ def _restore(layer: FusedLayer) -> None:
                 attributes[name] = saved.get(name) or types.MethodType(original.forward, layer)
         if name == "forward" and name in saved:
             attributes.setdefault(name, saved[name])
-
-
-def explain(model: nn.Module) -> Explanation:
-    """Which kernels each decoder layer runs for a prefill, a decode step and a training step, and why; what falls back.
-
-    The model may be fused or not. Plans are for the device of its parameters; on the CPU, for an H200. Raises ValueError if
-    the model has no supported layer.
-    """
-    explanations, target = [], None
-    for entry in _decoder_layers(model):
-        fused = isinstance(entry.layer, FusedLayer)
-        record = entry.record("fused" if fused else "fallback", "")
-        if entry.spec is None or not fused:
-            reason = _refusal(entry.layer, entry.spec) or "not fused"
-        else:
-            reason = _now(entry.layer, entry.spec)
-            record = replace(record, calls=entry.layer.__dict__[_STATE].calls)
-        record = replace(record, status="fallback" if reason else "fused", reason=reason)
-        plans: tuple[tuple[str, blocks.Plan], ...] = ()
-        binding = bind(entry.layer, entry.spec) if entry.spec and not reason else ""
-        if not isinstance(binding, str):
-            target = target_of(binding.weights.q.device)
-            plans = tuple(_plans(binding, target))
-        explanations.append(LayerExplanation(record, plans))
-    name = "" if target is None else f"sm_{target.capability}" if target.capability else str(target.arch)
-    return Explanation(tuple(explanations), name)
-
-
-def _plans(binding: Binding, target: Any) -> Iterator[tuple[str, blocks.Plan]]:
-    for workload, (batch, seq, context, training) in _WORKLOADS.items():
-        yield workload, blocks.plan(
-            binding.spec, batch=batch, seq=seq, context=context, dtype=binding.weights.q.dtype, training=training, target=target
-        )

@@ -1,0 +1,93 @@
+"""Which kernels a model's layers would launch for a workload, why those, and what would change it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from .. import blocks
+from ..ops import target_of
+from .binding import Binding, bind
+from .report import Explanation, LayerExplanation
+from .swap import STATE, FusedLayer, decoder_layers, falls_back, refusal
+
+PHASES = ("prefill", "decode", "train")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One call of a model: `batch` sequences of `seq` new tokens, `context` keys to attend to each."""
+
+    phase: str
+    batch: int
+    seq: int
+    context: int
+
+    def __str__(self) -> str:
+        name = "training" if self.phase == "train" else self.phase
+        over = f" over {self.context}" if self.seq != self.context else ""
+        return f"{name}, {self.batch} x {self.seq}{over}"
+
+
+def workloads(phase: str | None, batch: int, seq: int | None, context: int) -> list[Workload]:
+    """The workload of a phase, or of each for None. Raises ValueError naming the argument."""
+    if phase is not None and phase not in PHASES:
+        raise ValueError(f"explain: phase is {phase!r}, expected one of {', '.join(PHASES)}, or None for all")
+    for name, value in (("batch", batch), ("seq", seq), ("context", context)):
+        if value is not None and value < 1:
+            raise ValueError(f"explain: {name} is {value}, expected at least 1")
+    made = []
+    for name in (phase,) if phase else PHASES:
+        tokens = seq or (1 if name == "decode" else context)
+        if tokens > context or (name == "train" and tokens != context):
+            limit = "the same" if name == "train" else "at most that"
+            raise ValueError(f"seq {tokens} with context {context}: {name} expects {limit}")
+        made.append(Workload(name, batch, tokens, context))
+    return made
+
+
+def explain(model: nn.Module, *, batch: int = 1, seq: int | None = None, context: int = 2048,
+            phase: str | None = None) -> Explanation:  # fmt: skip
+    """Which kernels each layer launches for a workload, why, and what would change it; what falls back, and why.
+
+    Args:
+        model: fused or not; one supported layer, too. Plans are for the device of its parameters; on the CPU, for an H200. They
+            follow the options in force (batch_invariant).
+        batch: sequences.
+        seq: tokens of each in one call; None: context, in decode 1.
+        context: keys to attend to.
+        phase: "prefill", "decode", "train", or None for each of them (an encoder has no decode).
+
+    Raises ValueError naming the argument, or if the model has no supported layer.
+    """
+    wanted = workloads(phase, batch, seq, context)
+    explanations, target = [], None
+    for entry in decoder_layers(model):
+        fused = isinstance(entry.layer, FusedLayer)
+        record = entry.record("fused" if fused else "fallback", "")
+        if entry.spec is None or not fused:
+            reason = refusal(entry.layer, entry.spec) or "not fused"
+        else:
+            reason = falls_back(entry.layer, entry.spec)
+            record = replace(record, calls=entry.layer.__dict__[STATE].calls)
+        record = replace(record, status="fallback" if reason else "fused", reason=reason)
+        plans: tuple[tuple[str, blocks.Plan], ...] = ()
+        bound = bind(entry.layer, entry.spec) if entry.spec and not reason else ""
+        if not isinstance(bound, str):
+            target = target_of(bound.weights.q.device)
+            asked = wanted if phase or getattr(bound.attention, "is_causal", True) else [w for w in wanted if w.phase != "decode"]
+            plans = tuple(_plans(bound, asked, target))
+        explanations.append(LayerExplanation(record, plans))
+    name = "" if target is None else target.name + (", batch_invariant" if target.batch_invariant else "")
+    return Explanation(tuple(explanations), name)
+
+
+def _plans(bound: Binding, asked: list[Workload], target: Any) -> Iterator[tuple[str, blocks.Plan]]:
+    dtype = bound.weights.q.dtype
+    for w in asked:
+        yield f"{w}, {str(dtype).removeprefix('torch.')}", blocks.plan(
+            bound.spec, batch=w.batch, seq=w.seq, context=w.context, dtype=dtype, training=w.phase == "train", target=target
+        )
