@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import families
 import numpy as np
 import pytest
 import torch
@@ -243,11 +244,25 @@ def test_explain_of_an_unsupported_architecture_says_what_is_supported(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_verify_passes(dtype, checkpoint):
-    result = run("verify", checkpoint, "--dtype", dtype, "--gradients", "--tokens", 4, "--device", "cpu")
+def test_a_user_verifies_a_checkpoint(dtype, checkpoint):
+    result = run("verify", checkpoint, "--dtype", dtype, "--tokens", 4, "--device", "cpu")
     assert result.exit_code == 0, result.output
-    assert "all 7 checks passed" in result.output
+    assert "all 8 checks passed" in result.output
     assert "gradients of 39 weights" in result.output  # embedding, 4 layers of 9, last norm, head
+    assert "39 weights saved by the fused model" in result.output
+    assert "An error is |value - reference| / |reference| of one token" in result.output
+    assert ("1e-05, or 1.5 times" in result.output) == (dtype == "fp32")
+
+
+@pytest.mark.parametrize("name", families.CONFIGS)
+def test_verify_of_every_family(name, tmp_path):
+    model = families.build(name, seed=3)
+    model.save_pretrained(tmp_path)
+    result = run("verify", tmp_path, "--tokens", 3, "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert "2 of 2 decoder layers fused" in result.output
+    assert ("greedy tokens" in result.output) == (name in families.DECODERS)
+    assert f"{len(model.state_dict())} weights saved by the fused model" in result.output
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -257,7 +272,45 @@ def test_verify_fails_for_wrong_layers(dtype, checkpoint, wrong_layers):
         blocks.forward = lambda *args, **kwargs: right(*args, **kwargs) * 1.02  # undone by the fixture
     result = run("verify", checkpoint, "--dtype", dtype, "--tokens", 2, "--device", "cpu")
     assert result.exit_code == 1, result.output
-    assert "FAIL logits" in result.output
+    assert "FAIL logits" in result.output and "FAIL gradients" in result.output
+
+
+def test_verify_fails_for_wrong_gradients(checkpoint, monkeypatch):
+    right = blocks.forward
+    wrong = lambda *args, **kwargs: GradientScaled.apply(right(*args, **kwargs))
+    monkeypatch.setattr(blocks, "forward", wrong)
+    result = run("verify", checkpoint, "--tokens", 2, "--device", "cpu")
+    assert result.exit_code == 1
+    assert "FAIL gradients of 39 weights" in result.output and "1 of 8 checks failed" in result.output
+    assert run("verify", checkpoint, "--tokens", 2, "--device", "cpu", "--no-gradients").exit_code == 0
+
+
+class GradientScaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 1.001
+
+
+def test_verify_fails_for_weights_saved_wrong(checkpoint, monkeypatch):
+    """One weight off by one bit, another under a name of its own."""
+    from transformers import LlamaForCausalLM
+
+    save = LlamaForCausalLM.save_pretrained
+
+    def wrong(model, folder, **kwargs):
+        weights = {name: t.clone() for name, t in model.state_dict().items()}
+        weights["model.norm.weight"].view(torch.int32)[0] ^= 1
+        weights["other.weight"] = weights.pop("model.layers.1.mlp.up_proj.weight")
+        save(model, folder, state_dict=weights, **kwargs)
+
+    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", wrong)
+    result = run("verify", checkpoint, "--tokens", 2, "--device", "cpu", "--no-gradients")
+    assert result.exit_code == 1 and "1 of 7 checks failed" in result.output
+    assert "2 differ: model.layers.1.mlp.up_proj.weight, model.norm.weight" in result.output
 
 
 def test_verify_refuses_a_folder_without_a_checkpoint(tmp_path):

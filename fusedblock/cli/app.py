@@ -31,7 +31,7 @@ class DType(str, enum.Enum):
 
 
 MODEL = typer.Argument(help="A checkpoint's directory, or a preset such as llama-3.1-8b (sizes only).", show_default=False)
-FOLDER = typer.Argument(help="The directory of a Hugging Face Llama checkpoint.", show_default=False)
+FOLDER = typer.Argument(help="The directory of a Hugging Face checkpoint.", show_default=False)
 
 
 def console() -> Console:
@@ -141,10 +141,10 @@ def verify(
     model: Annotated[Path, FOLDER],
     dtype: Annotated[DType, typer.Option(help="Arithmetic to check.")] = DType.fp32,
     tokens: Annotated[int, typer.Option(min=1, help="Greedy tokens to compare.")] = 16,
-    gradients: Annotated[bool, typer.Option("--gradients", help="Also the gradient of every weight.")] = False,
+    gradients: Annotated[bool, typer.Option(help="Also the gradient of every weight.")] = True,
     device: Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu.  [default: a GPU if there is one]")] = None,
 ) -> None:
-    """Check a checkpoint, fused, against Hugging Face: logits, greedy tokens, gradients. Exits 1 if any check fails."""
+    """Check a checkpoint, fused, against Hugging Face: outputs, tokens, gradients, saved weights. Exits 1 if any check fails."""
     _needs("transformers", extra="hf")
     from .compare import DTYPES
     from .verify import run

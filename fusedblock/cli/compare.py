@@ -26,7 +26,7 @@ import fusedblock
 from fusedblock.kernels._target import Target
 
 from .checkpoints import quiet_transformers
-from .presets import read_config
+from .presets import from_pretrained, on_meta, read_config
 
 FP32_LIMIT = 1e-5
 PLAIN_FACTOR = 1.5
@@ -75,6 +75,16 @@ def error_check(name: str, dtype: torch.dtype, fused: Tensor, plain: Tensor, *, 
     return Check(name, f"error {found:.2e}", f"<= {limit:.2e} ({PLAIN_FACTOR} x plain)", found <= limit)
 
 
+def rule(dtype: torch.dtype) -> str:
+    """What the checks of a whole model hold errors to, in words."""
+    plain = f"{PLAIN_FACTOR} times that of the original layers in {name_of(dtype)}"
+    limit = f"{FP32_LIMIT:.0e}, or {plain} if that is more" if dtype is torch.float32 else plain
+    return (
+        f"An error is |value - reference| / |reference| of one token or of one weight's gradient; the reference computes in "
+        f"{name_of(reference_dtype(dtype))}.\nThe root mean square of all errors of a line may be at most {limit}."
+    )
+
+
 def _rms(errors: Tensor) -> float:
     return float(errors.square().mean().sqrt())
 
@@ -86,25 +96,19 @@ def reference_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def load_plain(folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> Any:
     """The checkpoint as transformers loads it."""
-    from transformers import AutoModelForCausalLM
-
-    read_config(folder)  # for its error
-    with quiet_transformers():
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
+    return from_pretrained(folder, dtype).to(device)
 
 
 def load_ours(folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> Any:
     """The checkpoint by load_safetensors, into a model built on the meta device: no weight is initialised or held twice."""
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
-    config = read_config(folder)
+    model = on_meta(read_config(folder), dtype)
     with quiet_transformers():
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         fusedblock.load_safetensors(model, folder, dtype=dtype, device=device)
         with contextlib.suppress(OSError):  # a checkpoint may come without one
             model.generation_config = GenerationConfig.from_pretrained(folder)
-    return model.eval()
+    return model
 
 
 def prompts(folder: Path, vocab: int, texts: Sequence[str] = PROMPTS) -> tuple[list[Prompt], Any]:

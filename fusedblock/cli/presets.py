@@ -59,13 +59,33 @@ def read_config(folder: Path) -> Any:
         raise ValueError(f"{folder / 'config.json'}: {error}") from error
 
 
+def named_class(config: Any) -> Any:
+    """The class of transformers that wrote a checkpoint, with its heads, by the config; None where it names none."""
+    import transformers
+
+    names = getattr(config, "architectures", None) or ()
+    return next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
+
+
+def _auto(config: Any) -> Any:
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    return AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModel
+
+
+def from_pretrained(folder: Path, dtype: torch.dtype) -> Any:
+    """A checkpoint as transformers loads it, by the class that wrote it. Raises ValueError naming the file."""
+    config = read_config(folder)
+    with quiet_transformers():
+        return (named_class(config) or _auto(config)).from_pretrained(folder, dtype=dtype).eval()
+
+
 def on_meta(config: Any, dtype: torch.dtype | None = None) -> Any:
     """The model of a config without memory behind its weights. dtype: None takes the config's, bf16 if it has none."""
-    from transformers import AutoModelForCausalLM
-
     dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
+    named = named_class(config)
     try:
         with quiet_transformers(), torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+            return (named._from_config if named else _auto(config).from_config)(config, dtype=dtype).eval()
     except ZeroDivisionError as error:
         raise ValueError(f"no model can be made of this config: {error} (is num_attention_heads 0?)") from error
