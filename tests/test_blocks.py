@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from layer_cases import GEMMA, LLAMA, QWEN, Cache, in_float64, inputs, make_weights, plain_layer, run
+from layer_cases import GEMMA, LLAMA, QWEN, VARIANTS, Cache, in_float64, inputs, make_weights, plain_layer, run
 from op_cases import FEW_SMS, PATHS, assert_accurate, error, randn, recording
 from torch import Tensor
 
@@ -38,7 +38,8 @@ def compare(spec: BlockSpec, dtype: torch.dtype, target: str, *, batch: int = 1,
 
 RUNS = [(torch.float32, "sm_90"), (torch.float16, "sm_90"), (BF16, "sm_90"), (BF16, "sm_80")]
 runs = pytest.mark.parametrize(("dtype", "target"), RUNS, ids=lambda v: str(v).removeprefix("torch."))
-SPECS = {"llama": (LLAMA, False), "gemma": (GEMMA, False), "biases": (QWEN, True)}
+SPECS = {"llama": (LLAMA, False), "gemma": (GEMMA, False), "biases": (QWEN, True),
+         **{name: (spec, spec.norm == "layer") for name, spec in VARIANTS.items()}}  # fmt: skip
 
 
 @runs

@@ -8,11 +8,12 @@ import gpu_jobs
 import pytest
 import torch
 from gpu_jobs import JOBS, SHAPES
-from layer_cases import GEMMA, LLAMA, LLAMA_8B, in_float64, inputs, make_weights, plain_layer, run
+from layer_cases import GEMMA, LLAMA, LLAMA_8B, VARIANTS, in_float64, inputs, make_weights, plain_layer, run
 from op_cases import SMALL, assert_accurate, backward_arguments, error, to
 from torch import Tensor
 
 from fusedblock import blocks, ops
+from fusedblock.blocks import BlockSpec
 from fusedblock.kernels import _launch
 from fusedblock.ops import OPS
 
@@ -192,8 +193,23 @@ def test_layer_of_llama_8b(dtype, gradients):
     assert_accurate(got, want, run(plain_layer, LLAMA_8B, w, given, gradients), dtype)
 
 
-@pytest.mark.parametrize("spec", [LLAMA, GEMMA], ids=["llama", "gemma"])
-@pytest.mark.parametrize(("batch", "seq"), SHAPES)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_gradients_of_a_variant(name):
+    spec = VARIANTS[name]
+    w, given = moved(make_weights(spec, BF16)), moved(inputs(spec, BF16, 2, 75))
+    got = run(blocks.forward, spec, w, given, True)
+    want = run(plain_layer, spec, in_float64(w), tuple(map(in_float64, given)), True)
+    assert_accurate(got, want, run(plain_layer, spec, w, given, True), BF16)
+
+
+LAYOUTS = [
+    *((spec, *shape) for spec in (LLAMA, GEMMA) for shape in SHAPES),
+    *((spec, 2, 75) for spec in VARIANTS.values()),
+]
+NAMES = {LLAMA: "llama", GEMMA: "gemma", **{spec: name for name, spec in VARIANTS.items()}}
+
+
+@pytest.mark.parametrize(("spec", "batch", "seq"), LAYOUTS, ids=lambda v: NAMES.get(v) if isinstance(v, BlockSpec) else None)
 def test_layer_recorded_and_replayed(spec, batch, seq, poisoned):
     """The second run of a layout replays the first one's launches: equal bits, also for new tensors and on another stream."""
     w, given = moved(make_weights(spec, BF16)), moved(inputs(spec, BF16, batch, seq))

@@ -56,7 +56,7 @@ def test_decode_attends_with_keys_split():
 def test_a_norm_of_its_own_says_why(reason, p):
     assert ops_of(p) == APART
     assert not p.row_statistics
-    (step,) = (s for s in p.launches if s.role == "post-attention norm")
+    (step,) = (s for s in p.launches if s.role == "MLP norm")
     assert reason in step.why
     assert reason in str(p)
 

@@ -26,8 +26,15 @@ def _tensors(seed: int, gate_first: bool) -> tuple[BlockWeights, list[Tensor]]:
 
     pair = rand(2, 136, 64)
     gate, up = (pair[0], pair[1]) if gate_first else (pair[1], pair[0])
-    w = BlockWeights(rand(64), rand(64, 64), rand(32, 64), rand(32, 64), rand(64, 64), rand(64), gate, up, rand(64, 136))
+    w = BlockWeights(
+        attn_norm=rand(64), q=rand(64, 64), k=rand(32, 64), v=rand(32, 64), o=rand(64, 64), mlp_norm=rand(64), gate=gate, up=up,
+        down=rand(64, 136),
+    )  # fmt: skip
     return w, [rand(2, 150, 64), rand(1, 150, 16), rand(1, 150, 16)]
+
+
+def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    return norm.launch(x, weight, None, None, "rms", 1e-5, 0.0, True, False, x.dtype)[0]
 
 
 def _compose(w: BlockWeights, given: list[Tensor]) -> Tensor:
@@ -53,13 +60,13 @@ def test_launches_of_another_thread_are_not_recorded() -> None:
     x, weight = torch.randn(4, 32), torch.randn(32)
 
     def elsewhere() -> None:
-        norm.launch(torch.randn(4, 32), weight, 1e-5, 0.0, True, False)
+        _norm(torch.randn(4, 32), weight)
 
     def run() -> Tensor:
         thread = threading.Thread(target=elsewhere)
         thread.start()
         thread.join()
-        return norm.launch(x, weight, 1e-5, 0.0, True, False)[0]
+        return _norm(x, weight)
 
     with interpret(TARGETS["sm_80"]):
         out, program = _replay.record(run, [x, weight])
@@ -82,7 +89,7 @@ def test_what_cannot_be_replayed_is_not_recorded() -> None:
     with interpret(TARGETS["sm_80"]):
 
         def run(t: Tensor, w: Tensor) -> Tensor:
-            return norm.launch(t, w, 1e-5, 0.0, True, False)[0]
+            return _norm(t, w)
 
         assert _replay.record(lambda: run(x, weight), [x, weight])[1] is not None
         strided = torch.randn(32, 4).t()

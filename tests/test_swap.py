@@ -177,7 +177,7 @@ def test_subclass_without_a_forward_of_its_own_is_fused() -> None:
         ({"head_dim": 8}, "head_dim=8, the kernels take multiples of 8 from 16 to 256"),
         ({"head_dim": 20}, "head_dim=20"),
         ({"head_dim": 264}, "head_dim=264"),
-        ({"hidden_act": "relu"}, "activation torch.nn.modules.activation.ReLU has no kernel"),
+        ({"hidden_act": "relu6"}, "activation torch.nn.modules.activation.ReLU6 has no kernel"),
     ],
 )
 def test_no_kernel_for_the_layer(config: dict, reason: str) -> None:
@@ -207,7 +207,7 @@ def test_explain() -> None:
     assert "calls: 2 fused, 2 fallback" in str(explanation) and "2 x output_attentions=True" in str(explanation)
     model.model.layers[1].mlp.up_proj = nn.Sequential(model.model.layers[1].mlp.up_proj)
     text = str(fusedblock.explain(model))
-    assert "LlamaDecoderLayer 1\n  original forward: up_proj is torch.nn.modules.container.Sequential" in text
+    assert "LlamaDecoderLayer 1\n  original forward: mlp.up_proj is torch.nn.modules.container.Sequential" in text
 
 
 @pytest.mark.parametrize("tied", (False, True))

@@ -235,7 +235,7 @@ CHANGES: dict[str, tuple[Callable[[LlamaForCausalLM], Any], str]] = {
         "post_attention_layernorm is torch.nn.modules.normalization.LayerNorm, not LlamaRMSNorm",
     ),
     "epsilons": (lambda m: setattr(child(m, "input_layernorm"), "variance_epsilon", 0.3), "different epsilons, 0.3 and 1e-06"),
-    "activation": (lambda m: setattr(m.model.layers[0].mlp, "act_fn", nn.ReLU()), "has no kernel"),
+    "activation": (lambda m: setattr(m.model.layers[0].mlp, "act_fn", nn.ELU()), "has no kernel"),
 }  # fmt: skip
 
 
@@ -304,7 +304,7 @@ CALLS: dict[str, tuple[Callable[[LlamaForCausalLM], dict[str, Any]], str]] = {
     ),
     "partial tables": (
         lambda m: {"position_embeddings": tuple(t[..., :8] for t in arguments(m)[1]["position_embeddings"])},
-        "position_embeddings are not (1|batch seq head_dim)",
+        "position_embeddings have 8 columns for head_dim=16",
     ),
     "no tables": (lambda m: {"position_embeddings": None}, "no position_embeddings"),
 }  # fmt: skip
@@ -383,22 +383,14 @@ def test_rule_3_changed_model(change: Callable[[LlamaForCausalLM], Any], reason:
     assert [reason in found for found in report.fallbacks] == ([] if reason is None else [True])
 
 
-@pytest.mark.parametrize(
-    ("context", "reason"),
-    [
-        (lambda: torch.autocast("cpu", torch.bfloat16), "autocast is on"),
-        (lambda: torch.autocast("cpu", enabled=False), None),
-        (lambda: nullcontext(), None),
-    ],
-)
-def test_rule_3_autocast(context: Callable[[], Any], reason: str | None) -> None:
+@pytest.mark.parametrize("context", (lambda: torch.autocast("cpu", enabled=False), nullcontext))
+def test_rule_3_no_autocast(context: Callable[[], Any]) -> None:
     model = tiny()
     other = twin(model)
     report = fusedblock.fuse(other)
     with context():
         want, got = logits(model), logits(other)
-    assert report.fallbacks == ({reason: 2} if reason else {})
-    assert torch.equal(got, want) if reason else relative_error(got, want) < 1e-5
+    assert not report.fallbacks and relative_error(got, want) < 1e-5
 
 
 def test_rule_3_attention_dropout() -> None:
@@ -409,7 +401,7 @@ def test_rule_3_attention_dropout() -> None:
     for candidate in (model, other):
         torch.manual_seed(0)
         results.append(logits(candidate))
-    assert torch.equal(*results) and report.fallbacks == {"attention_dropout=0.5 in training": 2}
+    assert torch.equal(*results) and report.fallbacks == {"self_attn.attention_dropout=0.5 in training": 2}
     assert relative_error(logits(other.eval()), logits(model.eval())) < 1e-5 and report.fused_calls == 2
 
 

@@ -57,7 +57,7 @@ class BlockWeights(NamedTuple):
 
 
 # Norms multiply in the dtype they are kept in; everything else is cast to the compute dtype under autocast.
-_NORMS = frozenset(n for n in BlockWeights._fields if "_norm" in n and n[:2] not in ("q_", "k_"))
+_NORMS = frozenset(n for n in BlockWeights._fields if "_norm" in n)
 
 
 @torch.compiler.assume_constant_result
@@ -66,12 +66,13 @@ def _target_of(device: torch.device) -> Any:
     return ops.target_of(device)
 
 
-def _plan(spec: BlockSpec, x: Tensor, context: int, training: bool, masked: bool) -> Plan:
+def _plan(spec: BlockSpec, x: Tensor, context: int, training: bool, masked: bool, compute: torch.dtype) -> Plan:
     target, (batch, seq) = _target_of(x.device), x.shape[:2]
     # Sizes that torch.compile keeps symbolic have no hash, and it warns of caches.
     symbolic = any(isinstance(n, torch.SymInt) for n in (batch, seq, context))
     choose = plan.__wrapped__ if symbolic or torch.compiler.is_compiling() else plan
-    return choose(spec, batch=batch, seq=seq, context=context, dtype=x.dtype, training=training, target=target, masked=masked)
+    return choose(spec, batch=batch, seq=seq, context=context, dtype=compute, training=training, target=target, masked=masked,
+                  autocast=compute is not x.dtype)  # fmt: skip
 
 
 def _norm(call: Call, spec: BlockSpec, w: BlockWeights, name: str, x: Tensor, training: bool, *,
@@ -149,14 +150,15 @@ def _branch(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, matrix: str
 def _back(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, rows: Tensor, q: Tensor, k: Tensor, v: Tensor,
           mask: Tensor | None, causal: bool, training: bool) -> Tensor:  # fmt: skip
     compute = w.q.dtype
-    steps = _plan(spec, x, k.shape[1], training, mask is not None)
+    steps = _plan(spec, x, k.shape[1], training, mask is not None, compute)
     stream = x.reshape(-1, spec.hidden)
     a, _ = call("decode_attention" if steps.decode else "attention", q, k, v, mask, causal, spec.scale)
     a = a.reshape(stream.shape[0], spec.heads * spec.head_dim)
-    gamma = w.mlp_norm if steps.row_statistics else None
+    sums = steps.row_statistics and x.dtype == compute  # a residual stream in fp32 leaves none
+    gamma = w.mlp_norm if sums else None
     h, *statistics = _branch(call, spec, w, a, "o", "attn_out_norm", stream, training, gamma)
     sumsq = None
-    if steps.row_statistics:
+    if sums:
         y, sumsq = statistics
     elif w.mlp_norm is not None:
         y = _norm(call, spec, w, "mlp_norm", stream if spec.residual == "parallel" else h, training, dtype=compute)
@@ -239,7 +241,7 @@ def _numbers(spec: BlockSpec) -> tuple[Any, ...]:
 
 
 def _cast(w: BlockWeights, dtype: torch.dtype) -> BlockWeights:
-    """Matrices, biases and per-head norms in dtype; the other norms as they are. To autograd the casts are steps of their own."""
+    """Matrices and biases in dtype, norms as they are. To autograd the casts are steps of their own."""
     return BlockWeights(*[t if t is None or n in _NORMS else t.to(dtype) for n, t in zip(w._fields, w)])
 
 
@@ -261,7 +263,7 @@ def forward(
     if grad or compute_dtype not in (None, x.dtype):
         w = weights if compute_dtype is None else _cast(weights, compute_dtype)
         q, k, v, rows = _front(ops.dispatched, spec, w, x, cos, sin, grad)
-        k, v = _through(update, k, v)
+        k, v = (t.to(w.q.dtype) for t in _through(update, k, v))  # a cache may be older than autocast
         learned = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
         return _back(ops.dispatched, spec, w, x, rows, q, k, v, ops.normalise_mask(mask, q, k), causal, grad or learned)
     if update is None:

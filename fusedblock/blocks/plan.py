@@ -29,7 +29,7 @@ class BlockSpec:
     qkv_layout: "split", or one weight of rows "stacked" (q, k, v) or "per_head" (heads, then q, k, v of each).
     transposed: weights are `in_features out_features`.
     qk_norm: "", "head" (each head by itself) or "full" (all heads together), before rope.
-    rope: "", "half" or "interleaved". tables: how cos and sin repeat their columns: "halves", "repeat" (each twice), "short" (no).
+    rope: "", "half" or "interleaved". tables: how cos and sin repeat columns: "halves", "repeat" (each twice), "short" (no).
     mlp: "gated", "gated_stacked" (one weight, rows of gate, then of up) or "plain" (two layers).
     norms: those of attn_norm, attn_out_norm, mlp_norm and mlp_out_norm that the layer has, in this order.
     """
@@ -89,7 +89,7 @@ class Plan:
         return "\n".join(lines)
 
 
-def _why_apart(spec: BlockSpec, rows: int, dtype: torch.dtype, training: bool, target: Target) -> str | None:
+def _why_apart(spec: BlockSpec, rows: int, dtype: torch.dtype, training: bool, autocast: bool, target: Target) -> str | None:
     """Why the norm before the MLP is a launch of its own; None where it rides on its neighbours' epilogues."""
     if spec.norm != "rms" or spec.residual != "sequential" or spec.norms != "attn_norm mlp_norm" or spec.mlp == "plain":
         return "row sums ride only on a pre-norm layer with RMSNorm and a gated MLP"
@@ -97,6 +97,8 @@ def _why_apart(spec: BlockSpec, rows: int, dtype: torch.dtype, training: bool, t
         return "batch_invariant"
     if training:
         return "training keeps the normalised rows for the weight gradients"
+    if autocast:
+        return "autocast: the residual stream has another dtype"
     if dtype is torch.float16:
         return "fp16 range"  # out * norm_weight has no bounded range
     if spec.weight_offset:
@@ -117,15 +119,16 @@ def _attention(spec: BlockSpec, seq: int, decode: bool, masked: bool) -> Launch:
 @functools.lru_cache(maxsize=4096)
 def plan(
     spec: BlockSpec, *, batch: int, seq: int, context: int, dtype: torch.dtype, training: bool, target: Target,
-    masked: bool = False,
+    masked: bool = False, autocast: bool = False,
 ) -> Plan:  # fmt: skip
     """What one layer launches for x `batch seq hidden` over `context` keys.
 
-    training: gradients are wanted. masked: an explicit mask comes with the call. Pure: equal arguments give an equal plan.
+    training: gradients are wanted. masked: an explicit mask comes with the call. autocast: the residual stream is of another
+    dtype than the products. Pure: equal arguments give an equal plan.
     """
     invariant = target.batch_invariant
     decode = not training and not invariant and seq * (spec.heads // spec.kv_heads) <= DECODE_ROWS
-    apart = _why_apart(spec, batch * seq, dtype, training, target)
+    apart = _why_apart(spec, batch * seq, dtype, training, autocast, target)
     statistics = apart is None
     rows = "one row a program, statistics in fp32"
     norms = spec.norms.split()

@@ -139,7 +139,8 @@ def _tensors(binding: Binding, x: Tensor, embeddings: Any, compute: torch.dtype 
         width = table.shape[2]
         if width != full and not (binding.partial and 0 < width < full and width % 2 == 0):
             return f"position_embeddings have {width} columns for head_dim={spec.head_dim}"
-        if not table.is_floating_point() or table.device != device or table.requires_grad:
+        # fp32 tables with other dtypes are Cohere's and OLMo2's; transformers refuses what would not fit.
+        if table.dtype not in (dtype, torch.float32) or table.device != device or table.requires_grad:
             return f"position_embeddings are {table.dtype} on {table.device}, requires_grad={table.requires_grad}"
     return None
 
@@ -187,3 +188,11 @@ def signature_names(cls: type) -> tuple[str, ...]:
     """Names of the positional parameters of the class's forward, after self and hidden_states."""
     parameters = inspect.signature(inspect.unwrap(cls.forward)).parameters.values()  # type: ignore[attr-defined]
     return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)[2:]
+
+
+def cache_names(cls: type) -> tuple[str, ...]:
+    """What the class's forward calls its cache, the current name first."""
+    names = signature_names(cls)
+    if "cache" in names:  # transformers 5.24 renamed past_key_values to cache and still takes the old name
+        return "cache", "past_key_values"
+    return ("layer_past",) if "layer_past" in names else ("past_key_values",)

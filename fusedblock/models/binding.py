@@ -174,9 +174,10 @@ def unsupported(layer: nn.Module, spec: LayerSpec) -> str | None:
     for path, reason in spec.refused.items():
         if _at(layer, path):
             return reason
-    found = {_at(layer, f"{path}.{spec.eps}") for path in spec.norms.values()} - {None}
-    if len(found) > 1:
-        return f"the norms have different epsilons, {' and '.join(map(str, sorted(found)))}"
+    found = [_at(layer, f"{path}.{spec.eps}") for path in spec.norms.values()]
+    found = [eps for eps in found if eps is not None]  # no such norm, or one of another class, which `bind` refuses
+    if len(set(found)) > 1:
+        return f"the norms have different epsilons, {' and '.join(map(str, dict.fromkeys(found)))}"
     return None
 
 
