@@ -38,6 +38,7 @@ from ._spec import DTYPES, Args, Op, Sizes, Spec, Stage, Write, accumulate_dtype
 from ._target import Target, target_of
 
 MAX_HIDDEN = 65536
+LONG = 8192  # beyond, the backward reads a row twice
 KINDS = ("rms", "layer")
 
 
@@ -157,6 +158,15 @@ def _forward_kernel(
 
 
 @triton.jit
+def _normalised(v, mean, rstd, KIND: tl.constexpr):
+    """xhat; beyond the row's end that of kind "layer" is not 0."""
+    if KIND == "layer":
+        coarse = mean.to(v.dtype)
+        v = v - coarse - (mean - coarse.to(tl.float64)).to(v.dtype)
+    return v * rstd
+
+
+@triton.jit
 def _backward_kernel(
     grad_y, x, weight, mean, rstd, grad_x, partial, stride_g, stride_x, TOKENS, HIDDEN, weight_offset,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, NEED_X: tl.constexpr, NEED_W: tl.constexpr,
@@ -166,40 +176,103 @@ def _backward_kernel(
     per = tl.cdiv(tl.cdiv(TOKENS, ROWS), tl.num_programs(0)) * ROWS
     col = tl.arange(0, BLOCK)
     inside = col < HIDDEN
-    if BLOCK <= 8192:
-        w = tl.load(weight + col, inside, other=0.0).to(ACC) + weight_offset
+    w = (tl.load(weight + col, inside, other=0.0).to(ACC) + weight_offset)[None, :]
     dw = tl.zeros([ROWS, BLOCK], ACC)
     db = tl.zeros([ROWS, BLOCK], ACC)
     first = (pid * per).to(tl.int64)
     for i in range(0, tl.minimum(per, TOKENS - pid * per), ROWS):
-        row = first + i + tl.arange(0, ROWS)
-        mask = (row < TOKENS)[:, None] & inside[None, :]
-        if BLOCK > 8192:  # again for every row, from cache: kept in registers it makes rows of 16384 spill
-            w = tl.load(weight + col, inside, other=0.0).to(ACC) + weight_offset
-        g = tl.load(grad_y + row[:, None] * stride_g + col[None, :], mask, other=0.0).to(ACC)
-        r = tl.load(rstd + row, row < TOKENS, other=0.0)[:, None]
-        xhat = tl.load(x + row[:, None] * stride_x + col[None, :], mask, other=0.0).to(ACC)
-        if KIND == "layer":
-            m = tl.load(mean + row, row < TOKENS, other=0.0)
-            coarse = m.to(ACC)
-            fine = (m - coarse.to(tl.float64)).to(ACC)
-            xhat = xhat - coarse[:, None] - fine[:, None]  # not 0 beyond the row, but g is
-        xhat = xhat * r
+        row = (first + i + tl.arange(0, ROWS))[:, None]
+        mask = (row < TOKENS) & inside[None, :]
+        g = tl.load(grad_y + row * stride_g + col[None, :], mask, other=0.0).to(ACC)
+        r = tl.load(rstd + row, row < TOKENS, other=0.0)
+        m = tl.load(mean + row, row < TOKENS, other=0.0) if KIND == "layer" else r
+        xhat = _normalised(tl.load(x + row * stride_x + col[None, :], mask, other=0.0).to(ACC), m, r, KIND)
         if NEED_W:
             dw += g * xhat
         if NEED_B:
             db += g
         if NEED_X:
-            g = g * w[None, :]
+            g = g * w
             dx = g - xhat * (tl.sum(g * xhat, 1) / HIDDEN)[:, None]
             if KIND == "layer":
                 dx -= (tl.sum(g, 1) / HIDDEN)[:, None]
-            tl.store(grad_x + row[:, None] * HIDDEN + col[None, :], (r * dx).to(grad_x.dtype.element_ty), mask)
+            tl.store(grad_x + row * HIDDEN + col[None, :], (r * dx).to(grad_x.dtype.element_ty), mask)
     at = partial + pid.to(tl.int64) * HIDDEN * (NEED_W + NEED_B) + col
     if NEED_W:
         tl.store(at, tl.sum(dw, 0), inside)
     if NEED_B:
         tl.store(at + NEED_W * HIDDEN, tl.sum(db, 0), inside)
+
+
+@triton.jit
+def _half_means(grad_y, x, weight, m, r, col, HIDDEN, weight_offset, KIND: tl.constexpr, ACC: tl.constexpr):
+    """What half a row adds to its means of g * xhat and of g. Leaves it in cache."""
+    inside = col < HIDDEN
+    w = tl.load(weight + col, inside, other=0.0, eviction_policy="evict_last").to(ACC) + weight_offset
+    g = tl.load(grad_y + col, inside, other=0.0, eviction_policy="evict_last").to(ACC) * w
+    xhat = _normalised(tl.load(x + col, inside, other=0.0, eviction_policy="evict_last").to(ACC), m, r, KIND)
+    return tl.sum(g * xhat, 0) / HIDDEN, (tl.sum(g, 0) / HIDDEN if KIND == "layer" else 0.0)
+
+
+@triton.jit
+def _half(
+    grad_y, x, weight, m, r, grad_x, dw, db, col, slope, shift, HIDDEN, weight_offset,
+    KIND: tl.constexpr, NEED_X: tl.constexpr, NEED_W: tl.constexpr, NEED_B: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Half a row's part of grad_x, and the sums with it added."""
+    inside = col < HIDDEN
+    g = tl.load(grad_y + col, inside, other=0.0).to(ACC)
+    xhat = _normalised(tl.load(x + col, inside, other=0.0).to(ACC), m, r, KIND)
+    if NEED_W:
+        dw += g * xhat
+    if NEED_B:
+        db += g
+    if NEED_X:
+        g = g * (tl.load(weight + col, inside, other=0.0).to(ACC) + weight_offset)
+        tl.store(grad_x + col, (r * (g - xhat * slope - shift)).to(grad_x.dtype.element_ty), inside)
+    return dw, db
+
+
+@triton.jit
+def _long_backward_kernel(
+    grad_y, x, weight, mean, rstd, grad_x, partial, stride_g, stride_x, TOKENS, HIDDEN, weight_offset,
+    BLOCK: tl.constexpr, KIND: tl.constexpr, NEED_X: tl.constexpr, NEED_W: tl.constexpr, NEED_B: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    """For rows that would spill beside their sums: read twice, the second time from cache, both by halves."""
+    pid = tl.program_id(0)
+    per = tl.cdiv(TOKENS, tl.num_programs(0))
+    left = tl.arange(0, BLOCK // 2)
+    right = BLOCK // 2 + left
+    dw0 = tl.zeros([BLOCK // 2], ACC)
+    db0 = tl.zeros([BLOCK // 2], ACC)
+    dw1 = tl.zeros([BLOCK // 2], ACC)
+    db1 = tl.zeros([BLOCK // 2], ACC)
+    first = (pid * per).to(tl.int64)
+    for i in range(0, tl.minimum(per, TOKENS - pid * per)):
+        row = first + i
+        gy, xs, gx = grad_y + row * stride_g, x + row * stride_x, grad_x + row * HIDDEN
+        r = tl.load(rstd + row)
+        m = tl.load(mean + row) if KIND == "layer" else r
+        slope = r * 0.0
+        shift = slope
+        if NEED_X:
+            slope0, shift0 = _half_means(gy, xs, weight, m, r, left, HIDDEN, weight_offset, KIND, ACC)
+            slope1, shift1 = _half_means(gy, xs, weight, m, r, right, HIDDEN, weight_offset, KIND, ACC)
+            slope = slope0 + slope1
+            shift = shift0 + shift1
+        dw0, db0 = _half(gy, xs, weight, m, r, gx, dw0, db0, left, slope, shift, HIDDEN, weight_offset, KIND, NEED_X, NEED_W,
+                         NEED_B, ACC)  # fmt: skip
+        dw1, db1 = _half(gy, xs, weight, m, r, gx, dw1, db1, right, slope, shift, HIDDEN, weight_offset, KIND, NEED_X, NEED_W,
+                         NEED_B, ACC)  # fmt: skip
+    at = partial + pid.to(tl.int64) * HIDDEN * (NEED_W + NEED_B)
+    if NEED_W:
+        tl.store(at + left, dw0, left < HIDDEN)
+        tl.store(at + right, dw1, right < HIDDEN)
+    if NEED_B:
+        at += NEED_W * HIDDEN
+        tl.store(at + left, db0, left < HIDDEN)
+        tl.store(at + right, db1, right < HIDDEN)
 
 
 def launch(
@@ -295,10 +368,11 @@ def backward_launch(
     rows, warps = configure(hidden, 2 * x.element_size())
     with on_device(x):
         if need_x or need_weight or need_bias:
+            block, is_long = next_power_of_2(hidden), hidden > LONG
             _launch(
-                _backward_kernel, (programs,),
+                _long_backward_kernel if is_long else _backward_kernel, (programs,),
                 (grad_y, x, weight, mean, rstd, grad_x, partial, grad_y.stride(0), x.stride(0), tokens, hidden, weight_offset),
-                {"ROWS": rows, "BLOCK": next_power_of_2(hidden), "KIND": kind, "NEED_X": need_x, "NEED_W": need_weight,
+                {**({} if is_long else {"ROWS": rows}), "BLOCK": block, "KIND": kind, "NEED_X": need_x, "NEED_W": need_weight,
                  "NEED_B": need_bias, "ACC": accumulator(x), "num_warps": warps},
             )  # fmt: skip
         if need_weight or need_bias:

@@ -15,9 +15,14 @@ from torch import Tensor
 Args = dict[str, Any]
 
 
-def _rms_norm(a: Args) -> dict[str, Tensor]:
-    rstd = (a["x"] ** 2).mean(-1).add(a["eps"]) ** -0.5
-    return {"y": (a["weight"] + a["weight_offset"]) * a["x"] * rstd[:, None], "rstd": rstd}
+def _norm(a: Args) -> dict[str, Tensor]:
+    mean = a["x"].mean(-1)
+    centred = a["x"] - mean[:, None] if a["kind"] == "layer" else a["x"]
+    rstd = (centred**2).mean(-1).add(a["eps"]) ** -0.5
+    y = (a["weight"] + a["weight_offset"]) * centred * rstd[:, None]
+    for name in ("bias", "residual"):
+        y = y if a[name] is None else y + a[name]
+    return {"y": y, "mean": mean, "rstd": rstd}
 
 
 def _project(a: Args, x: Tensor, name: str) -> Tensor:
@@ -85,6 +90,6 @@ def _attention(a: Args) -> dict[str, Tensor]:
 
 
 FORMULAS: dict[str, Callable[[Args], dict[str, Tensor]]] = {
-    "rms_norm": _rms_norm, "linear": _linear, "qkv_rope": _qkv_rope, "gated_mlp": _gated_mlp, "plain_mlp": _plain_mlp,
+    "norm": _norm, "linear": _linear, "qkv_rope": _qkv_rope, "gated_mlp": _gated_mlp, "plain_mlp": _plain_mlp,
     "attention": _attention, "decode_attention": _attention,
 }  # fmt: skip

@@ -22,6 +22,7 @@ from op_cases import (
     call,
     differentiable,
     formula,
+    layer_norm_case,
     linear_case,
     mlp_case,
     norm_case,
@@ -90,6 +91,8 @@ def plain(op: str, args: Args, gradients: bool) -> dict[str, Tensor]:
 # One case for each row of the tables that an H200 chooses from, ragged against every tile; fp32 has two rows.
 FORWARD_AND_BACKWARD = (
     norm_case(37, 96), norm_case(700, 131, 1.0, False), norm_case(3, 4096, 1.0), norm_case(9, 1, eps=0.5),
+    norm_case(37, 384, given="residual wide"), layer_norm_case(37, 96, "bias residual", 1000.0),
+    layer_norm_case(700, 131, "bias"), layer_norm_case(3, 4096, "bias accurate"), layer_norm_case(5, 16384, "bias residual wide"),
     linear_case(13, 264, 72, "bias residual"), linear_case(300, 136, 264, "residual"), linear_case(150, 73, 131),
     qkv_case(2, 19, 72, 24, 1, 3, bias=True, tables="each"), qkv_case(2, 150, 136, 64, 2, 3), qkv_case(2, 70, 73, 128, 1, 1),
     mlp_case(13, 136, 72, "gelu", bias=True), mlp_case(300, 136, 264, "silu"), mlp_case(150, 73, 131, "gelu_tanh"),

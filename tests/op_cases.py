@@ -55,15 +55,30 @@ def rotary_tables(batch: int, seq: int, head_dim: int, dtype: torch.dtype) -> tu
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def norm_case(tokens: int, hidden: int, weight_offset: float = 0.0, round_early: bool = True, save_rstd: bool = True,
-              eps: float = EPS) -> Case:  # fmt: skip
+def norm_case(tokens: int, hidden: int, weight_offset: float = 0.0, round_early: bool = True, save: bool = True,
+              eps: float = EPS, kind: str = "rms", given: str = "", mean: float = 0.0) -> Case:  # fmt: skip
+    """given: the optional arguments; "accurate" makes all but the result fp32 (autocast), "wide" all but x. mean: of x, beside a
+    deviation of 1."""
+
     def make(dtype: torch.dtype, g: torch.Generator) -> Args:
+        words, wide = given.split(), accumulate_dtype(dtype)
+        x_dtype = wide if "accurate" in words else dtype
+        own = wide if "accurate" in words or "wide" in words else dtype
+        y_dtype = wide if "wide" in words and "residual" in words else dtype
+        x = mean + randn(tokens, hidden, dtype=torch.float64, generator=g)
         return {
-            "x": randn(tokens, hidden, dtype=dtype, generator=g), "weight": randn(hidden, dtype=dtype, generator=g),
-            "eps": eps, "weight_offset": weight_offset, "round_early": round_early, "save_rstd": save_rstd,
+            "x": x.to(x_dtype), "weight": randn(hidden, dtype=own, generator=g),
+            "bias": randn(hidden, dtype=own, generator=g) if "bias" in words else None,
+            "residual": randn(tokens, hidden, dtype=y_dtype, generator=g) if "residual" in words else None,
+            "kind": kind, "eps": eps, "weight_offset": weight_offset, "round_early": round_early, "save": save, "dtype": y_dtype,
         }  # fmt: skip
 
-    return Case("rms_norm", f"rms_norm-{tokens}x{hidden}-offset{weight_offset:g}-{'early' if round_early else 'late'}", make)
+    rounds = f"-offset{weight_offset:g}-{'early' if round_early else 'late'}" if kind == "rms" else f"-mean{mean:g}"
+    return Case("norm", f"norm-{kind}-{tokens}x{hidden}{rounds}" + "-" * bool(given) + given.replace(" ", "+"), make)
+
+
+def layer_norm_case(tokens: int, hidden: int, given: str = "", mean: float = 0.0, save: bool = True) -> Case:
+    return norm_case(tokens, hidden, kind="layer", given=given, mean=mean, save=save)
 
 
 def by_columns(w: Tensor) -> Tensor:
@@ -183,6 +198,9 @@ SMALL = (
     linear_case(19, 40, 24, "bias residual wide columns", 0.25),
     plain_mlp_case(5, 24, 40, "gelu", "bias"),
     plain_mlp_case(19, 40, 24, "relu2", "columns"),
+    layer_norm_case(5, 24, "bias residual"),
+    layer_norm_case(3, 40, mean=3.0),
+    norm_case(3, 40, 1.0, False, given="residual wide"),
 )
 # Those whose arguments have no gradients.
 FORWARD_ONLY = (
@@ -191,6 +209,7 @@ FORWARD_ONLY = (
     mlp_case(19, 40, 24, normed=True, save=False),
     attention_case(2, 3, 150, 2, 2, 24, True, "decode_attention"),
     plain_mlp_case(19, 40, 24, "relu", "bias columns", save=False),
+    layer_norm_case(3, 40, "bias accurate", save=False),
 )
 
 
@@ -255,7 +274,8 @@ def backward_arguments(op: str, args: Args, needs: bool | Mapping[str, bool] = T
     backward = OPS[op].backward
     assert backward is not None
     results = dict(zip(OPS[op].spec.writes, OPS[op].reference(**args)))
-    known = {**args, **results, **{f"grad_{n}": result_gradient(n, t) for n, t in results.items()}}
+    results = {n: t if OPS[op].spec.writes[n].when(args) else None for n, t in results.items()}
+    known = {**args, **results, **{f"grad_{n}": result_gradient(n, t) for n, t in results.items() if t is not None}}
     for n, given in args.items():
         known[f"need_{n}"] = given is not None and (needs if isinstance(needs, bool) else needs[n])
     return {n: known[n] for n in inspect.signature(backward.launch).parameters}

@@ -13,6 +13,7 @@ from op_cases import (
     SMALL,
     backward_arguments,
     differentiable,
+    layer_norm_case,
     linear_case,
     mlp_case,
     norm_case,
@@ -27,7 +28,9 @@ from fusedblock.ops import COSTS, OPS
 
 BF16 = torch.bfloat16
 RAGGED = (
-    norm_case(37, 131, save_rstd=False),
+    norm_case(37, 131, save=False),
+    layer_norm_case(37, 384, "residual wide"),
+    layer_norm_case(700, 131, "bias"),
     linear_case(150, 73, 264, "bias residual norm_weight"),
     linear_case(150, 136, 264, "residual norm_weight"),
     qkv_case(2, 75, 72, 64, 1, 3, bias=True, tables="one"),
@@ -67,7 +70,7 @@ def test_bytes_of_the_backward(case, target):
     assert counted(backward, args, target) == bytes_of(stated(backward, args, target))
 
 
-@pytest.mark.parametrize("case", [SMALL[0], SMALL[2], SMALL[4], SMALL[6]], ids=lambda c: c.id)
+@pytest.mark.parametrize("case", [SMALL[0], SMALL[2], SMALL[4], SMALL[6], layer_norm_case(5, 24, "bias")], ids=lambda c: c.id)
 def test_a_gradient_that_is_not_wanted_costs_nothing(case):
     """Every one, and every pair, left out: its launch is gone and its bytes with it."""
     forward = case.arguments(BF16)
@@ -78,9 +81,11 @@ def test_a_gradient_that_is_not_wanted_costs_nothing(case):
         args = backward_arguments(case.op, forward, {n: n in names and n not in left_out for n in forward})
         costs = stated(backward, args, "sm_80")
         assert counted(backward, args, "sm_80") == bytes_of(costs)
-        # RMSNorm's two gradients share a launch; the weight's has one more.
-        fewer = "weight" in left_out if case.op == "rms_norm" else len(left_out)
-        assert len(costs) == (full - fewer if {*left_out} != {*names} or case.op != "rms_norm" else 0)
+        if case.op == "norm":  # all gradients share a launch; those of weight and bias have one more
+            wanted = {*names} - {*left_out}
+            assert len(costs) == (len(wanted) > 0) + (len(wanted - {"x"}) > 0)
+        else:
+            assert len(costs) == full - len(left_out)
 
 
 def test_broadcast_inputs_are_read_once():

@@ -19,6 +19,7 @@ from op_cases import (
     check,
     differentiable,
     error,
+    layer_norm_case,
     linear_case,
     mlp_case,
     norm_case,
@@ -40,6 +41,8 @@ BF16 = torch.bfloat16
 OWN = tuple(c for c in SMALL if c.op != "attention")
 NORM, LINEAR, QKV, MLP = SMALL[0], SMALL[2], SMALL[4], SMALL[6]
 
+LAYER_NORM = layer_norm_case(5, 24, "bias residual")
+
 # ---- errors ----------------------------------------------------------------------------------------------------------------
 
 
@@ -50,16 +53,25 @@ def changed(case: Case, **changes: object) -> Args:
 
 
 ERRORS = [
-    (changed(NORM, weight=torch.ones(23)), "rms_norm", ShapeError,
-     "rms_norm: weight (hidden) has hidden=23, but hidden=24 so far"),
-    (changed(NORM, x=torch.ones(24)), "rms_norm", ShapeError, "rms_norm: x has shape (24,), expected (tokens hidden)"),
-    (changed(NORM, weight=torch.ones(24, dtype=BF16)), "rms_norm", ValueError,
-     "rms_norm: weight has dtype torch.bfloat16, but x has torch.float32"),
-    (changed(NORM, x=torch.ones(5, 24, dtype=torch.int32)), "rms_norm", ValueError,
-     "rms_norm: x has dtype torch.int32, expected one of torch.float32, torch.float16, torch.bfloat16, torch.float64"),
-    (changed(NORM, weight=torch.ones(24, device="meta")), "rms_norm", ValueError, "rms_norm: weight is on meta, but x is on cpu"),
-    (changed(NORM, x=torch.ones(1, 65537), weight=torch.ones(65537)), "rms_norm", ValueError,
-     "rms_norm: hidden=65537 exceeds the largest supported, 65536"),
+    (changed(NORM, weight=torch.ones(23)), "norm", ShapeError, "norm: weight (hidden) has hidden=23, but hidden=24 so far"),
+    (changed(NORM, x=torch.ones(24)), "norm", ShapeError, "norm: x has shape (24,), expected (tokens hidden)"),
+    (changed(NORM, bias=torch.ones(25)), "norm", ShapeError, "norm: bias (hidden) has hidden=25, but hidden=24 so far"),
+    (changed(NORM, residual=torch.ones(4, 24)), "norm", ShapeError,
+     "norm: residual (tokens hidden) has tokens=4, but tokens=5 so far"),
+    (changed(NORM, weight=torch.ones(24, dtype=torch.int32)), "norm", ValueError,
+     "norm: weight has dtype torch.int32, expected one of torch.float32, torch.float16, torch.bfloat16, torch.float64"),
+    (changed(NORM, bias=torch.ones(24, dtype=BF16)), "norm", ValueError,
+     "norm: bias has dtype torch.bfloat16, but weight has torch.float32"),
+    (changed(NORM, residual=torch.ones(5, 24, dtype=BF16)), "norm", ValueError,
+     "norm: residual has dtype torch.bfloat16, but the result has dtype=torch.float32"),
+    (changed(NORM, dtype=torch.int8), "norm", ValueError,
+     "norm: dtype=torch.int8, expected one of torch.float32, torch.float16, torch.bfloat16, torch.float64"),
+    (changed(NORM, kind="group"), "norm", ValueError, "norm: kind='group', expected one of rms, layer"),
+    (changed(NORM, x=torch.ones(5, 24, dtype=torch.int32)), "norm", ValueError,
+     "norm: x has dtype torch.int32, expected one of torch.float32, torch.float16, torch.bfloat16, torch.float64"),
+    (changed(NORM, weight=torch.ones(24, device="meta")), "norm", ValueError, "norm: weight is on meta, but x is on cpu"),
+    (changed(NORM, x=torch.ones(1, 65537), weight=torch.ones(65537)), "norm", ValueError,
+     "norm: hidden=65537 exceeds the largest supported, 65536"),
     (changed(LINEAR, weight=torch.ones(40, 23)), "linear", ShapeError,
      "linear: weight (out_features in_features) has in_features=23, but in_features=24 so far"),
     (changed(LINEAR, bias=torch.ones(39)), "linear", ShapeError,
@@ -115,6 +127,8 @@ def test_the_largest_hidden_is_accepted():
     x = torch.ones(1, norm.MAX_HIDDEN)
     with recording("sm_90"):
         assert error(ops.rms_norm(x, x[0], eps=0.0), x.double()) < 1e-6
+        x = torch.tensor([[999.0, 1001.0]]).expand(32768, 2).reshape(1, -1)
+        assert error(ops.layer_norm(x, x[0] - 1000, eps=0.0), torch.ones(1, norm.MAX_HIDDEN).double()) < 1e-6
 
 
 def test_public_functions_check_leading_axes():
@@ -123,6 +137,8 @@ def test_public_functions_check_leading_axes():
         ops.linear(x, w, residual=torch.ones(3, 2, 40))
     with pytest.raises(ShapeError, match=re.escape("rms_norm: x has shape (), expected (... hidden)")):
         ops.rms_norm(torch.ones(()), torch.ones(1))
+    with pytest.raises(ShapeError, match=re.escape("layer_norm: residual has shape (3, 2, 24), expected (2, 3, 24)")):
+        ops.layer_norm(x, x[0, 0], residual=torch.ones(3, 2, 24))
 
 
 @pytest.mark.parametrize(
@@ -173,7 +189,8 @@ def expanded(t: Tensor) -> Tensor:
     return t[:1].expand(t.shape)
 
 
-STRIDED = (norm_case(19, 40), linear_case(70, 40, 24, "bias residual"), qkv_case(2, 35, 40, 16, 1, 2, bias=True, tables="each"),
+STRIDED = (norm_case(19, 40), layer_norm_case(19, 40, "bias residual"),
+           linear_case(70, 40, 24, "bias residual"), qkv_case(2, 35, 40, 16, 1, 2, bias=True, tables="each"),
            mlp_case(70, 40, 24, bias=True))  # fmt: skip
 
 
@@ -239,7 +256,8 @@ def test_a_result_without_a_gradient_counts_as_zero():
 
 @pytest.mark.parametrize("target", PATHS)
 @pytest.mark.parametrize(
-    "case", [norm_case(0, 24), linear_case(0, 24, 40, "bias residual"), qkv_case(0, 3, 24, 16, 1, 2, bias=True),
+    "case", [norm_case(0, 24), layer_norm_case(0, 24, "bias residual"),
+             linear_case(0, 24, 40, "bias residual"), qkv_case(0, 3, 24, 16, 1, 2, bias=True),
              qkv_case(2, 0, 24, 16, 1, 2), mlp_case(0, 24, 40, bias=True)], ids=lambda c: c.id,
 )  # fmt: skip
 def test_no_rows(case, target):
@@ -257,7 +275,8 @@ def test_no_rows(case, target):
 
 @pytest.mark.parametrize("target", PATHS)
 @pytest.mark.parametrize(
-    "case", [norm_case(1, 24), linear_case(1, 24, 40, "bias residual"), qkv_case(1, 1, 24, 16, 1, 2, bias=True),
+    "case", [norm_case(1, 24), layer_norm_case(1, 24, "bias residual"),
+             linear_case(1, 24, 40, "bias residual"), qkv_case(1, 1, 24, 16, 1, 2, bias=True),
              mlp_case(1, 24, 40, bias=True)], ids=lambda c: c.id,
 )  # fmt: skip
 def test_one_row(case, target):
@@ -304,9 +323,13 @@ def launched(case: Case, frozen: set[str]) -> Counter[str]:
 @pytest.mark.parametrize(
     ("case", "frozen", "kernels"),
     [
-        (NORM, set(), {"_backward_kernel": 1, "_sum_rows_kernel": 1}),
+        (NORM, set(), {"_backward_kernel": 1, "sum_rows_kernel": 1}),
         (NORM, {"weight"}, {"_backward_kernel": 1}),
-        (NORM, {"x"}, {"_backward_kernel": 1, "_sum_rows_kernel": 1}),
+        (NORM, {"x"}, {"_backward_kernel": 1, "sum_rows_kernel": 1}),
+        (LAYER_NORM, set(), {"_backward_kernel": 1, "sum_rows_kernel": 1}),
+        (LAYER_NORM, {"x", "weight"}, {"_backward_kernel": 1, "sum_rows_kernel": 1}),
+        (LAYER_NORM, {"weight", "bias"}, {"_backward_kernel": 1}),
+        (LAYER_NORM, {"x", "weight", "bias"}, {}),  # the residual's gradient is the result's own
         (LINEAR, set(), {"grad_input_kernel": 1, "grad_weight_kernel": 1, "sum_rows_kernel": 1}),
         (LINEAR, {"weight"}, {"grad_input_kernel": 1, "sum_rows_kernel": 1}),
         (LINEAR, {"x", "bias"}, {"grad_weight_kernel": 1}),
@@ -334,8 +357,9 @@ def test_nothing_is_saved_where_no_gradient_is_wanted(case):
     with recording("sm_90"):
         assert all(t.grad_fn is None and not t.requires_grad for t in call(case.op, args).values())
     x, w = torch.randn(5, 24), torch.ones(24)
-    shape = torch.ops.fusedblock.rms_norm.default(x, w, EPS, 0.0, True, False)[1].shape
-    assert shape == (0,)
+    for kind in norm.KINDS:
+        _, *saved = torch.ops.fusedblock.norm.default(x, w, None, None, kind, EPS, 0.0, True, False, torch.float32)
+        assert [t.shape for t in saved] == [(0,), (0,)]
 
 
 @pytest.mark.parametrize("interpreted", [True, False], ids=["kernels", "reference"])

@@ -20,7 +20,6 @@ from op_cases import (
     check,
     linear_case,
     mlp_case,
-    norm_case,
     only_config,
     qkv_case,
     recording,
@@ -50,36 +49,6 @@ def runs(small: list[Case], wide: list[Case]):
     return pytest.mark.parametrize(
         ("case", "dtype", "target"), chosen, ids=[f"{c.id}-{str(d).removeprefix('torch.')}-{t}" for c, d, t in chosen]
     )
-
-
-# ---- RMSNorm ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@cases(
-    norm_case(37, 96), norm_case(37, 96, 1.0), norm_case(37, 96, 0.0, False), norm_case(37, 96, 1.0, False), norm_case(3, 4096),
-    norm_case(13, 131), norm_case(1, 40), norm_case(9, 1, eps=0.5),
-)  # fmt: skip
-def test_rms_norm(case, dtype):
-    launches = check(case, dtype, "sm_90")
-    assert [launch.kernel for launch in launches] == ["_forward_kernel", "_backward_kernel", "_sum_rows_kernel"]
-    tokens = case.arguments(dtype)["x"].shape[0]
-    assert launches[1].grid[0] == min(tokens, 12)  # above 12 rows a program has several
-
-
-def test_rms_norm_rounds_where_it_says():
-    """Two roundings or one: in bf16 they differ at many elements, and each form gives its own."""
-    g = torch.Generator().manual_seed(3)
-    x, w = torch.randn(8, 64, generator=g).to(BF16), torch.randn(64, generator=g).to(BF16)
-    xhat = x.float() / (x.float().square().mean(-1, keepdim=True) + EPS).sqrt()
-    early, late = (xhat.to(BF16) * w).float(), (xhat * w.float()).to(BF16).float()
-    assert (early != late).any()
-    with recording("sm_90"):
-        got = [ops.rms_norm(x, w, eps=EPS, round_early=r).float() for r in (True, False)]
-    # rstd may differ from torch's in its last bit, which moves few roundings.
-    for value, same, other in ((got[0], early, late), (got[1], late, early)):
-        assert (value == same).float().mean() > 0.99
-        assert (value != other).float().mean() > 0.05
 
 
 # ---- linear ----------------------------------------------------------------------------------------------------------------
@@ -117,7 +86,8 @@ def test_operands_that_descriptors_cannot_hold_take_pointers():
 
 
 def _norm_then(consumer: str, a: Args, h: Tensor, gamma: Tensor) -> dict[str, Tensor]:
-    y = FORMULAS["rms_norm"]({"x": h, "weight": gamma, "eps": EPS, "weight_offset": 0.0})["y"]
+    given = {"bias": None, "residual": None, "kind": "rms", "eps": EPS, "weight_offset": 0.0}
+    y = FORMULAS["norm"]({"x": h, "weight": gamma, **given})["y"]
     return FORMULAS[consumer]({**a, "x": y.view(a["x"].shape), "sumsq": None})
 
 
@@ -140,7 +110,7 @@ def test_row_statistics_equal_a_norm(consumer, dtype, target):
     h = FORMULAS["linear"](to(producer, torch.float64))["out"]
     want = _norm_then(consumer, to(a, torch.float64), h, producer["norm_weight"].double())
     h = op_cases.call("linear", {**producer, "norm_weight": None})["out"]
-    y, _ = OPS["rms_norm"].reference(h, producer["norm_weight"], EPS, 0.0, True, False)
+    y, _, _ = OPS["norm"].reference(h, producer["norm_weight"], None, None, "rms", EPS, 0.0, True, False, dtype)
     plain = op_cases.call(consumer, {**a, "x": y.view(a["x"].shape)})
     assert_accurate(got, {n: want[n] for n in got}, plain, dtype)
 
@@ -322,6 +292,8 @@ def public(op: str):
     """A call of the public function with every tensor as an argument."""
     if op == "rms_norm":
         return lambda x, w: ops.rms_norm(x, w, eps=EPS), [(2, 3, 24), (24,)]
+    if op == "layer_norm":
+        return lambda x, w, b, r: ops.layer_norm(x, w, b, residual=r), [(2, 3, 24), (24,), (24,), (2, 3, 24)]
     if op == "linear":
         return lambda x, w, b, r: ops.linear(x, w, b, residual=r), [(2, 3, 24), (40, 24), (40,), (2, 3, 40)]
     if op == "gated_mlp":
@@ -333,7 +305,7 @@ def public(op: str):
     return lambda q, k, v: ops.attention(q, k, v, causal=True), [(2, 3, 2, 16), (2, 5, 1, 16), (2, 5, 1, 16)]
 
 
-PUBLIC = ("rms_norm", "linear", "qkv_rope", "gated_mlp", "attention")
+PUBLIC = ("rms_norm", "layer_norm", "linear", "qkv_rope", "gated_mlp", "attention")
 
 
 def run_public(call, shapes) -> list[Tensor]:
@@ -357,7 +329,7 @@ def test_compile_without_graph_breaks(op, backend):
         torch.testing.assert_close(compiled(*inputs), call(*inputs))
 
 
-@pytest.mark.parametrize("op", ["rms_norm", "linear", "gated_mlp"])
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "linear", "gated_mlp"])
 @pytest.mark.parametrize("lead", [(), (1,), (4, 2, 3)])
 def test_leading_axes(op, lead):
     """`... hidden` is any number of leading axes, none too: the same rows come out."""
