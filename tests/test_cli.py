@@ -13,6 +13,7 @@ import families
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
 import fusedblock
@@ -23,6 +24,7 @@ from fusedblock.cli.app import app
 from fusedblock.kernels import _launch
 from fusedblock.kernels._target import TARGETS
 from fusedblock.metering import Report
+from fusedblock.ops import OPS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -330,12 +332,43 @@ def test_verify_names_a_truncated_file(tmp_path, checkpoint):
 # ---- doctor
 
 
-def test_doctor_finds_this_environment_well():
+def test_a_user_asks_whether_it_works_here():
     result = run("doctor")
     assert result.exit_code == 0, result.output
-    for name in ("rms_norm", "qkv_rope", "attention", "attention, decode", "linear", "gated_mlp"):
-        assert f"{name}, fp32" in result.output
-    assert "all is well" in result.output
+    for name in doctor._cases():
+        compiled, tested = (line for line in result.output.splitlines() if f" {name}, fp32 " in line or f" {name} " in line)
+        assert " ok " in compiled and "KiB of shared memory" in compiled
+        assert " ok " in tested and "gradients" in tested
+    assert "compiled for sm_90, ahead of time" in result.output
+    assert "batch_invariant=" in result.output and "all is well" in result.output
+
+
+def test_doctor_runs_the_kernels_of_every_operator():
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "fusedblock":
+                seen.add(func._schema.name.removeprefix("fusedblock::"))
+            return func(*args, **(kwargs or {}))
+
+    seen: set[str] = set()
+    for function, shapes in doctor._cases().values():
+        with Names():
+            doctor._results(function, [torch.randn(shape) for shape in shapes.values()], torch.float32, "cpu")
+    assert seen == set(OPS)
+
+
+def test_doctor_finds_kernels_that_do_not_compile_or_fit(monkeypatch):
+    good, bad = doctor._cases()["rms_norm"], doctor._cases()["attention"]
+
+    def broken(x):
+        raise RuntimeError("no such instruction\nmore")
+
+    monkeypatch.setattr(doctor, "_cases", lambda: {"good": good, "large": bad, "broken": (broken, {"x": (3, 8)})})
+    small = dataclasses.replace(TARGETS["sm_90"], smem_bytes=8192)
+    checks = {check.name: check for check, _ in doctor.compilation(small)}
+    assert [check.passed for check in checks.values()] == [True, False, False]
+    assert checks["large"].wanted == "at most 8 KiB"
+    assert checks["broken"].found == "RuntimeError: no such instruction"
 
 
 def test_doctor_finds_a_bad_variable(monkeypatch):

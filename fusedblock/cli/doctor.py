@@ -1,4 +1,8 @@
-"""`fusedblock doctor`: what is here, whether it works together, and what to do where it does not."""
+"""`fusedblock doctor`: what is here, whether it works together, and what to do where it does not.
+
+The kernels of every operator are compiled, for the GPU here or ahead of time for an H200, and run on a small case beside plain
+PyTorch: on the GPU, or in the interpreter.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -18,9 +22,9 @@ from torch import Tensor
 
 import fusedblock
 from fusedblock.kernels import _lang
-from fusedblock.kernels._target import target_of
+from fusedblock.kernels._target import Target, target_of
 from fusedblock.metering.device import describe, versions
-from fusedblock.options import current
+from fusedblock.options import from_environment
 
 from . import checkpoints
 from .compare import Check, error_check, kernels_on, name_of, relative_error
@@ -54,15 +58,26 @@ def run(console: Console) -> bool:
         console.print("no self-test of the kernels: they need Triton. Operators compute their plain PyTorch reference here.")
         return passed
     where = "compiled, on the GPU" if device == "cuda" else "in the interpreter"
+    target = target_of(torch.device(device))
+    here = "" if device == "cuda" else ", ahead of time: no GPU is here"
+    console.print(f"\nkernels of each operator, forward and backward in bf16, compiled for {target.name}{here}", highlight=False)
+    rows = []
+    for check, seconds in compilation(target):
+        passed &= check.passed
+        rows.append((_mark(check), check.name, escape(check.found), check.wanted, f"{seconds:.1f} s"))
+    console.print(table(("", "operator", "found", "wanted", "time"), rows))
     console.print(f"\nself-test: each operator's kernels, forward and backward, {where}, against float64", highlight=False)
     rows = []
     for check, seconds in self_test(device):
         passed &= check.passed
-        mark = "[green]ok[/]" if check.passed else "[bold red]FAIL[/]"
-        rows.append((mark, check.name, escape(check.found), check.wanted, f"{seconds:.2f} s"))
+        rows.append((_mark(check), check.name, escape(check.found), check.wanted, f"{seconds:.2f} s"))
     console.print(table(("", "operator", "found", "wanted", "time"), rows))
     console.print("[bold green]all is well[/]" if passed else "[bold red]something is wrong, see above[/]")
     return passed
+
+
+def _mark(check: Check) -> str:
+    return "[green]ok[/]" if check.passed else "[bold red]FAIL[/]"
 
 
 def version_findings(found: dict[str, str | None] | None = None) -> list[Finding]:
@@ -96,12 +111,11 @@ def device_findings() -> list[Finding]:
                                     "without CUDA: install a CUDA build (pytorch.org/get-started)"))  # fmt: skip
         return findings
     target, found = target_of(torch.device("cuda")), versions()
-    name = f"sm_{target.capability}" if target.capability else str(target.arch)
     old = target.backend == "cuda" and target.capability < 80
     hint = "kernels need sm_80 (Ampere) or newer" if old else ""
     built = f"CUDA {found['cuda']}" if found["cuda"] else f"HIP {found['hip']}"
     return [
-        Finding("device", f"{device['name']} ({name})", PROBLEM if old else OK, hint),
+        Finding("device", f"{device['name']} ({target.name})", PROBLEM if old else OK, hint),
         Finding("driver", f"{found['driver'] or '?'}, torch built for {built}"),
         Finding("memory", f"{device['memory_bytes'] / 2**30:.0f} GiB, L2 {target.l2_bytes / 2**20:.0f} MiB"),
         Finding("shared memory", f"{target.smem_bytes / 1024:.0f} KiB per program, {target.sms} SMs"),
@@ -112,8 +126,9 @@ def environment_findings() -> list[Finding]:
     """Variables and folders that decide how things run."""
     findings = []
     try:
-        chosen = current()
-        findings.append(Finding("options", f"debug={chosen.debug}, deterministic={chosen.deterministic}"))
+        chosen = from_environment()
+        found = ", ".join(f"{option.name}={getattr(chosen, option.name)}" for option in fields(chosen))
+        findings.append(Finding("options", found))
     except ValueError as error:
         findings.append(Finding("options", str(error), PROBLEM, "correct or unset the variable"))
     if os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on"):
@@ -142,24 +157,62 @@ def _cases() -> dict[str, tuple[Callable[..., Tensor], Shapes]]:
     """Operator -> a function of its inputs, and their shapes: none a multiple of a tile, all that a layer uses included."""
     angle = torch.outer(torch.arange(19.0), 10000.0 ** -(torch.arange(16) / 16))[None]
 
+    def tables(x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(t.to(x.device, x.dtype) for t in (angle.cos(), angle.sin()))
+
+    def flat(*results: Tensor) -> Tensor:
+        return torch.cat([t.flatten(2) for t in results], -1)
+
     def qkv(x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        cos, sin = (t.to(x.device, x.dtype) for t in (angle.cos(), angle.sin()))
-        return torch.cat([t.flatten(2) for t in fusedblock.qkv_rope(x, q, k, v, cos, sin, head_dim=32)], -1)
+        return flat(*fusedblock.qkv_rope(x, q, k, v, *tables(x), head_dim=32))
+
+    def normed(x: Tensor, q: Tensor, k: Tensor, v: Tensor, q_norm: Tensor, k_norm: Tensor) -> Tensor:
+        return flat(*fusedblock.qkv_rope(x, q, k, v, *tables(x), head_dim=32, q_norm=q_norm, k_norm=k_norm, interleaved=True))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = fusedblock.attention(q, k, v, causal=True)
         assert isinstance(out, Tensor)
         return out.flatten(2)
 
-    kv = (2, 45, 2, 32)
+    x, kv = (2, 19, 96), (2, 45, 2, 32)
+    qkv_weights = {"q": (128, 96), "k": (64, 96), "v": (64, 96)}
     return {
-        "rms_norm": (fusedblock.rms_norm, {"x": (2, 19, 96), "weight": (96,)}),
-        "qkv_rope": (qkv, {"x": (2, 19, 96), "q": (128, 96), "k": (64, 96), "v": (64, 96)}),
+        "rms_norm": (fusedblock.rms_norm, {"x": x, "weight": (96,)}),
+        "layer_norm": (fusedblock.layer_norm, {"x": x, "weight": (96,), "bias": (96,)}),
+        "rope": (lambda q, k: flat(*fusedblock.rope(q, k, *tables(q))), {"q": (2, 19, 4, 32), "k": (2, 19, 2, 32)}),
+        "qkv_rope": (qkv, {"x": x, **qkv_weights}),
+        "qkv_rope, head norms": (normed, {"x": x, **qkv_weights, "q_norm": (32,), "k_norm": (32,)}),
         "attention": (attend, {"q": (2, 45, 4, 32), "k": kv, "v": kv}),
         "attention, decode": (attend, {"q": (2, 1, 4, 32), "k": kv, "v": kv}),
-        "linear": (lambda x, w, r: fusedblock.linear(x, w, residual=r), {"x": (2, 19, 96), "w": (80, 96), "r": (2, 19, 80)}),
-        "gated_mlp": (fusedblock.gated_mlp, {"x": (2, 19, 96), "gate_weight": (80, 96), "up_weight": (80, 96)}),
-    }
+        "linear": (lambda x, w, b, r: fusedblock.linear(x, w, b, residual=r),
+                   {"x": x, "w": (80, 96), "b": (80,), "r": (2, 19, 80)}),
+        "gated_mlp": (fusedblock.gated_mlp, {"x": x, "gate_weight": (80, 96), "up_weight": (80, 96)}),
+        "plain_mlp": (lambda x, w, b: fusedblock.plain_mlp(x, w, b, activation="gelu"), {"x": x, "w": (80, 96), "b": (80,)}),
+    }  # fmt: skip
+
+
+def compilation(target: Target) -> Iterator[tuple[Check, float]]:
+    """The kernels of each operator compiled for target, whether they fit its shared memory, and the seconds it took."""
+    from fusedblock.interpret import compile_only
+
+    for name, (function, shapes) in _cases().items():
+        started = time.perf_counter()
+        wanted = f"at most {target.smem_bytes / 1024:.0f} KiB"
+        try:
+            with compile_only(target) as kernels:
+                _results(function, [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes.values()], torch.bfloat16, "cpu")
+            used = max(kernel.metadata.shared for kernel in kernels)
+            different = {kernel.hash for kernel in kernels}
+            check = Check(name, f"{len(different)} kernels, up to {used / 1024:.0f} KiB of shared memory", wanted,
+                          used <= target.smem_bytes)  # fmt: skip
+        except Exception as error:  # whatever a compiler raises is what the user came to see
+            check = _raised(name, error)
+        yield check, time.perf_counter() - started
+
+
+def _raised(name: str, error: Exception) -> Check:
+    first = (str(error).strip().splitlines() or [""])[0]
+    return Check(name, f"{type(error).__name__}: {first}", "no error", False)
 
 
 def self_test(device: str) -> Iterator[tuple[Check, float]]:
@@ -175,8 +228,7 @@ def self_test(device: str) -> Iterator[tuple[Check, float]]:
             try:
                 check = _check(title, function, shapes, dtype, device)
             except Exception as error:  # whatever a compiler or driver raises is what the user came to see
-                first = (str(error).strip().splitlines() or [""])[0]
-                check = Check(title, f"{type(error).__name__}: {first}", "no error", False)
+                check = _raised(title, error)
             yield check, time.perf_counter() - started
 
 

@@ -1,4 +1,5 @@
 """Triton kernels on the CPU: `with interpret(): op(cpu_tensors)`, and the bytes they move: `with count_traffic() as traffic`.
+Or compiled for a GPU that is not here: `with compile_only(target) as kernels`.
 
 Needs triton, which exists for Linux only: import this room where it is used, not where fusedblock is imported.
 """
@@ -10,6 +11,7 @@ from ..kernels import _lang
 if not _lang.AVAILABLE:
     raise ImportError("fusedblock.interpret needs triton, which is not installed here")
 
+from .ahead import compile_only
 from .interpreter import interpret
 from .memory import Access, Launch, OutOfBounds, Region
 from .traffic import ArgumentTraffic, LaunchTraffic, Traffic, count_traffic
@@ -22,6 +24,7 @@ __all__ = [
     "OutOfBounds",
     "Region",
     "Traffic",
+    "compile_only",
     "count_traffic",
     "interpret",
 ]
