@@ -29,16 +29,18 @@ from fusedblock.kernels import plain_mlp as _plain_mlp
 from fusedblock.kernels import qkv_rope as _qkv_rope
 from fusedblock.kernels import rope as _rope
 from fusedblock.kernels._attention import normalise_mask
-from fusedblock.kernels._launch import runs_kernels
-from fusedblock.kernels._replay import replayed
+from fusedblock.kernels._launch import replays, runs_kernels
+from fusedblock.kernels._math import plain_activate
+from fusedblock.kernels._replay import Fixed, replayed
 from fusedblock.kernels._spec import Cost, Op, ShapeError
 from fusedblock.kernels._target import Target, override, target_of
 from fusedblock.options import current, under
 
 __all__ = [
-    "COSTS", "OPS", "ShapeError", "DECODE_ROWS", "Target", "attention",
+    "COSTS", "OPS", "Composite", "Fixed", "ShapeError", "DECODE_ROWS", "Target", "attention",
     "define", "define_composite", "direct", "dispatched", "empty",
-    "gated_mlp", "layer_norm", "linear", "normalise_mask", "plain_mlp", "refuse_gradients", "qkv_rope", "rms_norm", "rope", "target_of",
+    "gated_mlp", "layer_norm", "linear", "normalise_mask", "plain_activate", "plain_mlp", "refuse_gradients", "qkv_rope",
+    "rms_norm", "rope", "target_of",
 ]  # fmt: skip
 
 # Queries times heads of a group up to this many take the split-KV kernel: a tile of them leaves most of the GPU idle.
@@ -215,12 +217,48 @@ def _shape_only(t: Tensor) -> Tensor:
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
 
 
+def _seen() -> bool:
+    """Whether anything would see an operator on its way through the dispatcher: a trace, a mode, a profiler, a transform."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._autograd._profiler_enabled()
+        or forward_ad._current_level >= 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+def _plain(args: Sequence[Any]) -> bool:
+    """No tensor subclasses, and nothing that autograd would have to see."""
+    grad = torch.is_grad_enabled()
+    return all(type(a) in (Tensor, torch.nn.Parameter) and not (grad and a.requires_grad) for a in args if isinstance(a, Tensor))
+
+
+class Composite:
+    """A registered composition: called, it is the operator `op`; `straight` leaves the dispatcher out where nobody looks."""
+
+    def __init__(self, name: str, op: Any, compose: Callable[..., Any]) -> None:
+        self.name, self.op, self._compose = name, op, compose
+
+    def __call__(self, *args: Any) -> Any:
+        return self.op(*args)
+
+    def straight(self, given: tuple[Any, ...], fixed: Fixed) -> Any:
+        """given: the arguments of this call, a tensor first; fixed: the rest, none of which may want gradients."""
+        if not replays(given[0]) or _seen() or debug.watching(given[0]) or not (fixed.plain and _plain(given)):
+            return self.op(*given, *fixed.args)
+        return replayed(self.name, lambda: self._compose(direct, *given, *fixed.args), given, fixed)
+
+
 def define_composite(name: str, parameters: list[tuple[str, Any]], results: int, compose: Callable[..., Any],
-                     facts: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Any:  # fmt: skip
+                     facts: Callable[[tuple[Any, ...]], Any], given: int | None = None) -> Composite:  # fmt: skip
     """Register fusedblock::name, a composition of ops for calls without gradients; parameters are (name, type).
 
     compose(call, *args) makes every step by call(op name, *op args): run, faked or costed by what `call` is. Its launches are
-    replayed for arguments of a layout seen before; facts(args) is what else its choices depend on.
+    replayed for arguments of a layout seen before. The first `given` parameters are a call's own, a tensor first; facts(the
+    others) is what else the choices depend on.
     """
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     signature = inspect.Signature([inspect.Parameter(n, kind, annotation=t) for n, t in parameters])
@@ -228,7 +266,8 @@ def define_composite(name: str, parameters: list[tuple[str, Any]], results: int,
     def run(*args: Any) -> Any:
         if debug.watching(next(a for a in args if isinstance(a, Tensor))):
             return compose(direct, *args)
-        return replayed(name, lambda: compose(direct, *args), args, facts(args))
+        n, more = (len(args), lambda _: facts(args)) if given is None else (given, facts)
+        return replayed(name, lambda: compose(direct, *args), args[:n], Fixed(args[n:], more))
 
     def fake(*args: Any) -> Any:
         return compose(empty, *args)
@@ -247,7 +286,7 @@ def define_composite(name: str, parameters: list[tuple[str, Any]], results: int,
             compose(record, *[_shape_only(a) if isinstance(a, Tensor) else a for a in args])
         return tuple(found)
 
-    return define(name, signature, results, run, fake, costs)
+    return Composite(name, define(name, signature, results, run, fake, costs), compose)
 
 
 _norm_op = _register(_norm.OP)

@@ -14,13 +14,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import _launch, _target
+from . import _driver, _launch, _target
 from ._lang import TensorDescriptor
 
 _ALIGN = 256  # bytes, as torch's allocator gives
@@ -78,10 +79,6 @@ class _Step:
     compiled: Any  # None off the direct GPU path
     tail: tuple[Any, ...]
 
-    @functools.cached_property
-    def pairs(self) -> tuple[_Box, ...]:
-        return tuple(a for a in self.args if isinstance(a, _Box) and a.pair is not None)
-
 
 @dataclass(frozen=True)
 class Program:
@@ -89,27 +86,53 @@ class Program:
     results: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     workspace_bytes: int
 
+    @functools.cached_property
+    def _pairs(self) -> tuple[_Box, ...]:
+        return tuple(a for step in self.steps for a in step.args if isinstance(a, _Box) and a.pair is not None)
+
+    @functools.cached_property
+    def _block(self) -> _driver.Block | None:
+        return _driver.prepare(self.steps)
+
+    @functools.cached_property
+    def _buffers(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]:
+        """Shape, strides, dtype of what a run allocates: the results, then the workspace."""
+        made = [(shape, tuple(prod(shape[i + 1 :]) for i in range(len(shape))), dtype) for shape, dtype in self.results]
+        return (*made, ((self.workspace_bytes,), (1,), torch.uint8)) if self.workspace_bytes else tuple(made)
+
     def run(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
         """inputs: the tensors, in the order they were recorded. None, and nothing launched, where these addresses do not fit."""
-        device = inputs[0].device
-        made = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.results)
+        if self.steps[0].compiled is not None:
+            return self.enqueue([t.data_ptr() for t in inputs], inputs[0].device)
+        made = tuple(torch.empty_strided(*size, dtype=dtype, device=inputs[0].device) for *size, dtype in self._buffers)
         slots = [*inputs, *made]
-        if self.workspace_bytes:
-            slots.append(torch.empty(self.workspace_bytes, dtype=torch.uint8, device=device))
         base = [t.data_ptr() for t in slots]
-        if not all(valid_distance(_distance(base, box)) for step in self.steps for box in step.pairs):
+        if not self._fits(base):
             return None
-        with _launch.on_device(inputs[0]):
-            if self.steps[0].compiled is not None:
-                stream = torch._C._cuda_getCurrentRawStream(device.index)
-                for step in self.steps:
-                    args = [_address(base, a) if type(a) in (_Address, _Box) else a for a in step.args]
-                    _launch.run_compiled(step.compiled, step.grid, (*args, *step.tail), stream)
-            else:
-                for step in self.steps:
-                    args = [_rebuilt(slots, base, a) if type(a) in (_Address, _Box) else a for a in step.args]
-                    _launch.launch(step.kernel, step.grid, args, step.constexprs)
-        return made
+        with _launch.on_device(inputs[0].device):
+            for step in self.steps:
+                args = [_rebuilt(slots, base, a) if type(a) in (_Address, _Box) else a for a in step.args]
+                _launch.launch(step.kernel, step.grid, args, step.constexprs)
+        return made[: len(self.results)]
+
+    def enqueue(self, base: list[int], device: torch.device) -> tuple[Tensor, ...] | None:
+        """run() of compiled kernels, given the addresses of the inputs, all on `device`. Appends to base."""
+        with _launch.on_device(device):
+            made = [_launch.allocate(shape, strides, dtype, device) for shape, strides, dtype in self._buffers]
+            base.extend([t.data_ptr() for t in made])
+            if self._pairs and not self._fits(base):
+                return None
+            stream = torch._C._cuda_getCurrentRawStream(device.index)
+            block, done = self._block, 0
+            if block is not None and not _launch.hooked():
+                done = block.run(base, stream)
+            for step in self.steps[done:]:
+                args = [_address(base, a) if type(a) in (_Address, _Box) else a for a in step.args]
+                _launch.run_compiled(step.compiled, step.grid, (*args, *step.tail), stream)
+        return tuple(made[: len(self.results)])
+
+    def _fits(self, base: Sequence[int]) -> bool:
+        return all(valid_distance(_distance(base, box)) for box in self._pairs)
 
 
 def valid_distance(bytes_: int) -> bool:
@@ -117,7 +140,7 @@ def valid_distance(bytes_: int) -> bool:
     return 0 < bytes_ < 2**40 and bytes_ % 16 == 0
 
 
-def _distance(base: list[int], box: _Box) -> int:
+def _distance(base: Sequence[int], box: _Box) -> int:
     assert box.pair is not None
     return base[box.pair.slot] + box.pair.offset - base[box.base.slot] - box.base.offset
 
@@ -185,7 +208,7 @@ def record(compose: Callable[[], Any], inputs: Sequence[Tensor]) -> tuple[Any, P
 
 def _program(launches: list[Any], inputs: list[Tensor], results: tuple[Tensor, ...]) -> Program | None:
     bounds = [(t.data_ptr(), t.data_ptr() + _extent(t)) for t in (*inputs, *results)]
-    if any(a[0] < b[1] and b[0] < a[1] for i, a in enumerate(bounds) for b in bounds[:i]):
+    if any(a[0] < b[1] and b[0] < a[1] and a != b for i, a in enumerate(bounds) for b in bounds[:i]):
         return None  # overlapping inputs: an address would not say which of them it belongs to
     if not all(t.is_contiguous() for t in results):
         return None
@@ -229,30 +252,74 @@ def _program(launches: list[Any], inputs: list[Tensor], results: tuple[Tensor, .
 
 
 _programs: dict[Any, Any] = {}  # layout -> Program, or None where it cannot be replayed
+_layouts: dict[Any, object] = {}  # layout of fixed arguments -> what stands for it in a key
 _UNKNOWN = object()
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def layout(t: Tensor) -> tuple[Any, ...]:
-    return t.shape, t.stride(), t.dtype, t.data_ptr() % 16 == 0
+def layout(t: Tensor, address: int) -> tuple[Any, ...]:
+    return t.shape, t.stride(), t.dtype, t.device, address % 16 == 0
 
 
-def replayed(name: str, compose: Callable[[], Any], args: Sequence[Any], facts: tuple[Any, ...] = ()) -> Any:
+class Fixed:
+    """Arguments that are the same objects call after call, a layer's parameters and numbers, and what a key needs of them.
+
+    facts(args): what else choices depend on, besides the layout. An object outlives its memory: module.to() and `.data =` put
+    another address and layout under a parameter. So both are looked at in every call, and read in full where either changed.
+    """
+
+    def __init__(self, args: Sequence[Any], facts: Callable[[tuple[Any, ...]], Any]) -> None:
+        self.args, self.facts = tuple(args), facts
+        self.tensors = tuple(a for a in args if isinstance(a, Tensor))
+        self.plain = all(type(t) in _PLAIN for t in self.tensors)
+        self._known: tuple[list[int], Any, object] | None = None  # one value: threads may read and replace it
+
+    def current(self) -> tuple[object, list[int]]:
+        """(what stands for the layout in a key, the tensors' addresses)."""
+        addresses = list(map(Tensor.data_ptr, self.tensors))
+        known = self._known
+        if known is None or known[0] != addresses or not known[1].check(*self.tensors):
+            known = self._known = self._read(addresses)
+        return known[2], addresses
+
+    def _read(self, addresses: list[int]) -> tuple[list[int], Any, object]:
+        axes: list[list[None]] = [[None] * t.dim() for t in self.tensors]  # no axis of any size
+        # Compares types, sizes, strides, dtypes and devices in one call: what torch.compile guards its graphs with.
+        guard = torch._C._dynamo.guards.TensorGuards(*self.tensors, dynamic_dims_sizes=axes, dynamic_dims_strides=axes)
+        at = iter(addresses)
+        key = (self.facts(self.args), *[layout(a, next(at)) if isinstance(a, Tensor) else a for a in self.args])
+        if len(_layouts) >= MAX_PROGRAMS:
+            _layouts.clear()
+        return addresses, guard, _layouts.setdefault(key, object())
+
+
+def replayed(name: str, compose: Callable[[], Any], given: Sequence[Any], fixed: Fixed) -> Any:
     """compose() for these arguments: replayed where the same layout was recorded before, else run (and recorded).
 
-    facts: whatever else compose's choices depend on.
+    given: the arguments of this call, a tensor first; the fixed ones follow them.
     """
-    inputs = [a for a in args if isinstance(a, Tensor)]
-    first = inputs[0]
-    if not _launch.replays(first):
+    if not _launch.replays(given[0]):
         return compose()
-    key = (name, first.device, _target.batch_invariant(), facts, *[layout(a) if isinstance(a, Tensor) else a for a in args])
+    static, addresses = fixed.current()
+    base, parts = [], [name, static, _target.batch_invariant()]
+    for a in given:
+        if isinstance(a, Tensor):
+            at = a.data_ptr()
+            base.append(at)
+            parts += layout(a, at)
+        else:
+            parts.append(a)
+    base += addresses
+    if len(set(base)) < len(base):
+        parts.append(tuple(map(base.index, base)))  # which are one and the same: x and its rows, tied weights
+    key = tuple(parts)
     program = _programs.get(key, _UNKNOWN)  # one look-up: another thread may clear the table
     if program is not _UNKNOWN:
-        made = None if program is None else program.run(inputs)
+        made = None if program is None else program.enqueue(base, given[0].device)
         if made is None:
             return compose()
         return made[0] if len(made) == 1 else made
-    out, program = record(compose, inputs)
+    out, program = record(compose, [*[a for a in given if isinstance(a, Tensor)], *fixed.tensors])
     if len(_programs) >= MAX_PROGRAMS:
         _programs.clear()
     _programs[key] = program
