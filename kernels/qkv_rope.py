@@ -1,8 +1,8 @@
 """The three attention projections in one launch, with per-head norm and rotary position embedding in the epilogue.
 
     q, k, v = rstd * (x @ weight.T) + bias                      separate weights, separate results, one launch
-    q, k    = norm(q), norm(k)                                  over head_dim, with q_norm and k_norm (see rope.py for "rms", "layer")
-    q, k    = rotate(q), rotate(k)                              with cos and sin (see rope.py)
+    q, k    = norm(q), norm(k)                                  over head_dim, with q_norm and k_norm ("rms" or "layer", rope.py)
+    q, k    = rotate(q), rotate(k)                              with cos and sin (rope.py)
 
     x          batch seq hidden
     q_weight   heads head_dim hidden                            k_weight, v_weight   kv_heads head_dim hidden
@@ -26,16 +26,19 @@ HBM, in elements: reads x and the weights, biases and tables once; writes q, k, 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from einops import rearrange, reduce
+from einops import reduce
 from torch import Tensor
 
 from ._gemm import (
     Config,
     accumulator,
     configure,
+    halves,
     load_tile,
     operand,
     options,
@@ -45,13 +48,13 @@ from ._gemm import (
     usable,
 )  # fmt: skip
 from ._lang import cdiv, next_power_of_2, tl, triton
-from ._launch import contiguous_last, on_device
+from ._launch import contiguous_last, descriptor, on_device
 from ._launch import launch as _launch
 from ._math import tile_order
 from ._spec import Args, Op, Sizes, Spec, Write, accumulate_dtype
 from ._target import target_of
 from .qkv_rope_backward import BACKWARD, BIASES, NORMS, WEIGHTS, check, head_flops
-from .rope import TABLES, rotate
+from .rope import TABLES, load_table, pair_distance, rotate, strides_of
 
 
 def _check(sizes: Sizes, args: Args) -> dict[str, int]:
@@ -117,106 +120,180 @@ def reference(
 
 
 @triton.jit
+def _features(col0, N: tl.constexpr, HD: tl.constexpr, HP: tl.constexpr, HB: tl.constexpr, HR: tl.constexpr, W: tl.constexpr):
+    """Head and feature of N columns of padded heads from col0 on, and whether they are more than padding."""
+    j = tl.arange(0, N)
+    unit = col0 // HB + j // HB
+    part = unit % (HP // HB)
+    if W > 0:
+        feature = part * HB + j % HB
+        ok = feature < HD
+    else:
+        i = part * (HB // 2) + j % (HB // 2)
+        second = j % HB // (HB // 2)
+        ok = i < HD // 2
+        feature = i + second * HR
+        if 2 * HR < HD:  # those that pass, in pairs after the others
+            feature = tl.where(i < HR, feature, i + HR + second * (HD // 2 - HR))
+    return unit // (HP // HB), feature, ok
+
+
+@triton.jit
+def _load_weight(w, n, k, N, K, row, ok, stride_r, stride_k, HP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+                 TMA: tl.constexpr, LAYOUT: tl.constexpr):  # fmt: skip
+    """Rows of tile n of a weight, [BN, BK]; by pointers they lie at row."""
+    if TMA:
+        if LAYOUT == "heads":
+            return tl.reshape(w.load([n * BN // HP, n * BN % HP, k]), (BN, BK))
+        else:
+            return load_tile(w, n * BN, k, N, K, stride_r, BN, BK, TMA, LAYOUT == "columns")
+    else:
+        kk = k + tl.arange(0, BK)
+        return tl.load(w + row[:, None] + kk[None, :].to(tl.int64) * stride_k, ok[:, None] & (kk < K)[None, :], other=0.0)
+
+
+@triton.jit
+def _store(dst, y, row0, col0, rows, cols, ok, M, N, TMA: tl.constexpr):
+    if TMA:
+        dst.store([row0, col0], y)
+    else:
+        tl.store(dst + rows[:, None].to(tl.int64) * N + cols[None, :], y, (rows < M)[:, None] & ok[None, :])
+
+
+@triton.jit
+def _finish(
+    acc, row0, col0, bias, cos, sin, norm, out, pre, M, HEADS, SEQ, stride_b, stride_n,
+    cos_b, cos_s, cos_i, sin_b, sin_s, sin_i, eps, weight_offset,
+    HD: tl.constexpr, HP: tl.constexpr, HB: tl.constexpr, HR: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr,
+    EARLY: tl.constexpr, BM: tl.constexpr, N: tl.constexpr, TMA: tl.constexpr, OUT: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Epilogue of a tile of N columns of padded heads from col0 on."""
+    NH: tl.constexpr = N // HB
+    HALF: tl.constexpr = HB // 2
+    rows = row0 + tl.arange(0, BM)
+    head, feature, ok = _features(col0, N, HD, HP, HB, HR, W)
+    ok = ok & (head < HEADS)
+    if bias is not None:
+        acc += tl.load(bias + head * stride_b + feature, ok, other=0.0).to(ACC)[None, :]
+    if norm is not None:
+        if pre is not None:
+            _store(pre, acc.to(OUT), row0, col0, rows, head * HD + feature, ok, M, HEADS * HD, TMA)
+        x = tl.reshape(acc, (BM, NH, HP))
+        if KIND == "layer":
+            x = x - (tl.sum(x, 2) / HD)[:, :, None]
+            if HP > HD:
+                x = tl.where(tl.reshape(ok, (1, NH, HP)), x, 0.0)
+        x = x * (1.0 / tl.sqrt(tl.sum(x * x, 2) / HD + eps)).to(ACC)[:, :, None]
+        g = tl.load(norm + head * stride_n + feature, ok, other=0.0).to(ACC) + weight_offset
+        if EARLY:
+            x = x.to(OUT).to(ACC)
+            g = g.to(OUT).to(ACC)
+        acc = tl.reshape(x, (BM, N)) * g[None, :]
+    if cos is not None:
+        D: tl.constexpr = W if W > 0 else HALF
+        pair = tl.permute(tl.reshape(acc, (BM, N // (2 * D), 2, D)), (0, 1, 3, 2))
+        u, v = tl.split(pair)
+        u = tl.reshape(u, (BM, NH, HALF))
+        v = tl.reshape(v, (BM, NH, HALF))
+        i = col0 // HB % (HP // HB) * HALF + tl.arange(0, HALF)
+        c = load_table(cos, rows, i, M, SEQ, cos_b, cos_s, cos_i, HR, 1.0, ACC)[:, None, :]
+        s = load_table(sin, rows, i, M, SEQ, sin_b, sin_s, sin_i, HR, 0.0, ACC)[:, None, :]
+        turned = tl.join(tl.reshape(u * c - v * s, (BM, N // (2 * D), D)), tl.reshape(v * c + u * s, (BM, N // (2 * D), D)))
+        acc = tl.reshape(tl.permute(turned, (0, 1, 3, 2)), (BM, N))
+    _store(out, acc.to(OUT), row0, col0, rows, head * HD + feature, ok, M, HEADS * HD, TMA)
+
+
+@triton.jit
 def _project(
-    x, w, bias, cos, sin, sumsq, out, begin, M, N, K, TILES, SEQ, stride_x, stride_w, stride_cos, inv_hidden, eps,
-    ROPE: tl.constexpr, SHARED: tl.constexpr, HD: tl.constexpr, HP: tl.constexpr, TILES_P: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
-    OUT: tl.constexpr, ACC: tl.constexpr,
+    x, w, bias, cos, sin, sumsq, norm, out, pre, begin, M, HEADS, K, TILES, SEQ, stride_x, stride_h, stride_r, stride_k, stride_b,
+    stride_n, cos_b, cos_s, cos_i, sin_b, sin_s, sin_i, inv_hidden, eps, weight_offset,
+    HD: tl.constexpr, HP: tl.constexpr, HR: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr, EARLY: tl.constexpr,
+    LAYOUT: tl.constexpr, TILES_P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    TMA: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, OUT: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """This program's share of one projection, whose tiles follow `begin` earlier ones; returns how many tiles there were."""
-    HB: tl.constexpr = HP if HP < BN else BN  # columns of one head in a tile: all, or a run of pairs
-    PARTS: tl.constexpr = HP // HB
-    NH: tl.constexpr = BN // HB
-    HALF: tl.constexpr = HB // 2
+    HB: tl.constexpr = HP if HP < BN // SPLIT else BN // SPLIT  # columns of one head in a tile: all, or a run of pairs
     num_m = tl.cdiv(M, BM)
-    num_n = tl.cdiv(N // HD * PARTS, NH)
+    num_n = tl.cdiv(HEADS * HP, BN)
     P = tl.num_programs(0)
     first = (tl.program_id(0) + P - begin % P) % P
     for t in tl.range(first, num_m * num_n, P, flatten=TMA):
         m, n = tile_order(t, num_m, num_n, GROUP)
         row0 = m * BM
-        j = tl.arange(0, BN)
-        unit = n * NH + j // HB
-        feature = (unit % PARTS) * HALF + j % HALF
-        w_row = unit // PARTS * HD + ((j % HB) // HALF) * (HD // 2) + feature
-        w_ok = (feature < HD // 2) & (unit // PARTS < N // HD)
+        head, feature, ok = _features(n * BN, BN, HD, HP, HB, HR, W)
+        ok = ok & (head < HEADS)
+        row = head.to(tl.int64) * stride_h + feature.to(tl.int64) * stride_r
         acc = tl.zeros([BM, BN], ACC)
         for k in tl.range(0, K, BK, num_stages=STAGES):
             a = load_tile(x, row0, k, M, K, stride_x, BM, BK, TMA)
-            if TMA:
-                b = w.load([n * BN, k])
-            else:
-                kk = k + tl.arange(0, BK)
-                at = w + w_row[:, None].to(tl.int64) * stride_w + kk[None, :]
-                b = tl.load(at, w_ok[:, None] & (kk < K)[None, :], other=0.0)
+            b = _load_weight(w, n, k, HEADS * HD, K, row, ok, stride_r, stride_k, HP, BN, BK, TMA, LAYOUT)
             acc = tl.dot(a, b.T, acc, input_precision="ieee", out_dtype=ACC)
         if sumsq is not None:
             acc = acc * row_scale(sumsq, row0, M, TILES, inv_hidden, eps, BM, TILES_P).to(ACC)[:, None]
-        if bias is not None:
-            acc += tl.load(bias + w_row, w_ok, other=0.0).to(ACC)[None, :]
-        rows = row0 + tl.arange(0, BM)
-        if ROPE:
-            pair = tl.permute(tl.reshape(acc, (BM, NH, 2, HALF)), (0, 1, 3, 2))
-            u, v = tl.split(pair)
-            i = (n * NH % PARTS) * HALF + tl.arange(0, HALF)
-            at = (rows % SEQ if SHARED else rows)[:, None].to(tl.int64) * stride_cos + i[None, :]
-            ok = (rows < M)[:, None] & (i < HD // 2)[None, :]
-            c = tl.load(cos + at, ok, other=0.0).to(ACC)[:, None, :]
-            s = tl.load(sin + at, ok, other=0.0).to(ACC)[:, None, :]
-            acc = tl.reshape(tl.permute(tl.join(u * c - v * s, v * c + u * s), (0, 1, 3, 2)), (BM, BN))
-        y = acc.to(OUT)
-        if TMA:
-            out.store([row0, n * BN], y)
+        if SPLIT == 2:
+            left, right = halves(acc, BM, BN)
+            _finish(left, row0, n * BN, bias, cos, sin, norm, out, pre, M, HEADS, SEQ, stride_b, stride_n, cos_b, cos_s,
+                    cos_i, sin_b, sin_s, sin_i, eps, weight_offset, HD, HP, HB, HR, W, KIND, EARLY, BM, BN // 2, TMA, OUT, ACC)
+            _finish(right, row0, n * BN + BN // 2, bias, cos, sin, norm, out, pre, M, HEADS, SEQ, stride_b, stride_n,
+                    cos_b, cos_s, cos_i, sin_b, sin_s, sin_i, eps, weight_offset, HD, HP, HB, HR, W, KIND, EARLY, BM, BN // 2,
+                    TMA, OUT, ACC)
         else:
-            tl.store(out + rows[:, None].to(tl.int64) * N + w_row[None, :], y, (rows < M)[:, None] & w_ok[None, :])
+            _finish(acc, row0, n * BN, bias, cos, sin, norm, out, pre, M, HEADS, SEQ, stride_b, stride_n, cos_b, cos_s,
+                    cos_i, sin_b, sin_s, sin_i, eps, weight_offset, HD, HP, HB, HR, W, KIND, EARLY, BM, BN, TMA, OUT, ACC)
     return num_m * num_n
 
 
 @triton.jit
 def _kernel(
-    x, wq, wk, wv, bq, bk, bv, cos, sin, sumsq, q, k, v, M, NQ, NK, K, TILES, SEQ, stride_x, stride_wq, stride_wk, stride_wv,
-    stride_cos, inv_hidden, eps,
-    SHARED: tl.constexpr, HD: tl.constexpr, HP: tl.constexpr, TILES_P: tl.constexpr, OUT: tl.constexpr, ACC: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr,
-    STAGES: tl.constexpr,
+    x, wq, wk, wv, bq, bk, bv, nq, nk, q, k, v, q_pre, k_pre, cos, sin, sumsq, M, HEADS, KV_HEADS, K, TILES, SEQ, stride_x,
+    stride_qh, stride_kh, stride_vh, stride_qr, stride_kr, stride_vr, stride_qk, stride_kk, stride_vk, stride_bq, stride_bk,
+    stride_bv, stride_nq, stride_nk, cos_b, cos_s, cos_i, sin_b, sin_s, sin_i, inv_hidden, eps, weight_offset,
+    HD: tl.constexpr, HP: tl.constexpr, HR: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr, EARLY: tl.constexpr,
+    LAYOUT: tl.constexpr, TILES_P: tl.constexpr, OUT: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    done = _project(x, wq, bq, cos, sin, sumsq, q, 0, M, NQ, K, TILES, SEQ, stride_x, stride_wq, stride_cos, inv_hidden, eps,
-                    True, SHARED, HD, HP, TILES_P, BM, BN, BK, GROUP, TMA, STAGES, OUT, ACC)  # fmt: skip
-    done += _project(x, wk, bk, cos, sin, sumsq, k, done, M, NK, K, TILES, SEQ, stride_x, stride_wk, stride_cos, inv_hidden, eps,
-                     True, SHARED, HD, HP, TILES_P, BM, BN, BK, GROUP, TMA, STAGES, OUT, ACC)  # fmt: skip
-    _project(x, wv, bv, cos, sin, sumsq, v, done, M, NK, K, TILES, SEQ, stride_x, stride_wv, stride_cos, inv_hidden, eps,
-             False, SHARED, HD, HP, TILES_P, BM, BN, BK, GROUP, TMA, STAGES, OUT, ACC)  # fmt: skip
+    done = _project(x, wq, bq, cos, sin, sumsq, nq, q, q_pre, 0, M, HEADS, K, TILES, SEQ, stride_x,
+                    stride_qh, stride_qr, stride_qk, stride_bq, stride_nq, cos_b, cos_s, cos_i, sin_b, sin_s, sin_i,
+                    inv_hidden, eps, weight_offset, HD, HP, HR, W, KIND, EARLY, LAYOUT, TILES_P,
+                    BM, BN, BK, GROUP, TMA, SPLIT, STAGES, OUT, ACC)  # fmt: skip
+    done += _project(x, wk, bk, cos, sin, sumsq, nk, k, k_pre, done, M, KV_HEADS, K, TILES, SEQ, stride_x,
+                     stride_kh, stride_kr, stride_kk, stride_bk, stride_nk, cos_b, cos_s, cos_i, sin_b, sin_s, sin_i,
+                     inv_hidden, eps, weight_offset, HD, HP, HR, W, KIND, EARLY, LAYOUT, TILES_P,
+                     BM, BN, BK, GROUP, TMA, SPLIT, STAGES, OUT, ACC)  # fmt: skip
+    _project(x, wv, bv, None, None, sumsq, None, v, None, done, M, KV_HEADS, K, TILES, SEQ, stride_x,
+             stride_vh, stride_vr, stride_vk, stride_bv, 0, 0, 0, 0, 0, 0, 0,
+             inv_hidden, eps, weight_offset, HD, HP, HR, W, KIND, EARLY, LAYOUT, TILES_P,
+             BM, BN, BK, GROUP, TMA, SPLIT, STAGES, OUT, ACC)  # fmt: skip
 
 
-def _table(t: Tensor) -> Tensor:
-    """cos or sin as rows of one row stride: a view where the layout allows."""
-    batch, seq, half = t.shape
-    if t.stride(2) == 1 and (batch == 1 or t.stride(0) == seq * t.stride(1)):
-        return t.as_strided((batch * seq, half), (t.stride(1), 1))
-    return rearrange(t.contiguous(), "batch seq half -> (batch seq) half")
+def _laid(weights: Sequence[Tensor]) -> tuple[list[Tensor], str]:
+    """Weights `heads head_dim hidden` as they lie, and how: by "rows" an equal distance apart, by "heads", or by "columns"."""
+    if all(w.stride(2) != 1 and w.stride(1) == 1 and (w.shape[0] == 1 or w.stride(0) == w.shape[1]) for w in weights):
+        return list(weights), "columns"
+    weights = [contiguous_last(w) for w in weights]
+    even = all(w.shape[0] == 1 or w.stride(0) == w.shape[1] * w.stride(1) for w in weights)
+    return weights, "rows" if even else "heads"
 
 
-def _tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Both as rows of one row stride, for all batch items or for each."""
-    if cos.shape[0] != sin.shape[0]:
-        cos, sin = torch.broadcast_tensors(cos, sin)
-    cos, sin = _table(cos), _table(sin)
-    return (cos, sin) if cos.stride(0) == sin.stride(0) else (cos.contiguous(), sin.contiguous())
-
-
-def padded_head(head_dim: int) -> int:
-    """Columns a head takes in a tile: both halves padded to a power of two."""
-    return 2 * next_power_of_2(head_dim // 2)
-
-
-def _config(m: int, head_dim: int, x: Tensor, cos: Tensor, operands: list[Tensor]) -> Config:
-    c = configure(m, x.element_size(), target_of(x.device), "nt")
-    if c.tma and c.block_m * c.block_n >= 128 * 128 and cos.element_size() > x.element_size():
-        # Wide tables: 128x256 takes 240 KB of shared memory with them, and four warps spill at 128x128.
-        c = Config(c.block_m, 128, c.block_k, 8, 4, c.group, tma=True)
-    if c.tma and (padded_head(head_dim) != head_dim or c.block_n % head_dim):
-        operands = [x[:0]]  # padded columns are gathered by pointers
-    return usable(c, *operands)
+def _config(m: int, x: Tensor, cos: Tensor | None, head_dim: int, normed: bool, scaled: bool, distance: Callable[[int], int],
+            operands: list[Tensor]) -> Config:  # fmt: skip
+    """For m rows. Per-head statistics want whole heads in a tile; descriptors want its columns in the order of features."""
+    target, itemsize, hp = target_of(x.device), x.element_size(), next_power_of_2(head_dim)
+    c = configure(m, itemsize, target, "nt")
+    if c.tma and (hp != head_dim or not distance(c.block_n)):
+        operands = [x[:0]]
+    c = usable(c, *operands)
+    if c.split == 2:
+        wide = cos is not None and cos.element_size() > itemsize
+        if wide and (normed or scaled):
+            c = replace(c, block_n=128, num_stages=4, split=1)  # spills at 128x256
+        elif (hp > c.block_n // 2 if normed else not distance(c.block_n // 2) or cos is not None and not wide):
+            c = replace(c, split=1)  # with narrow tables all fits at once
+    if normed and c.block_n < hp:
+        c = replace(c, block_n=hp, num_warps=max(4, c.num_warps), tma=False)
+        while c.smem_bytes(itemsize) > target.smem_bytes * 3 // 4 and c.block_k > 32:
+            c = replace(c, block_k=c.block_k // 2)
+    return c
 
 
 def launch(
@@ -226,36 +303,49 @@ def launch(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     args: dict[str, Any] = dict(locals())
     sizes = SPEC.axes(args)
-    q, k, v, q_pre, k_pre = SPEC.empty(args, sizes)
-    head_dim = sizes["head_dim"]
-    if cos is None or sin is None or q_norm is not None or interleaved or sizes["half_rotary"] * 2 != head_dim:
-        raise NotImplementedError("qkv_rope")
-    rows = contiguous_last(x).reshape(-1, sizes["hidden"])
-    weights = [contiguous_last(t.flatten(0, 1)) for t in (q_weight, k_weight, v_weight)]
-    biases = [None if t is None else t.contiguous() for t in (q_bias, k_bias, v_bias)]
-    cos_rows, sin_rows = _tables(cos, sin)
-    m, hidden = rows.shape[0], sizes["hidden"]
-    nq, nk = sizes["heads"] * head_dim, sizes["kv_heads"] * head_dim
-    flat = [q.view(m, nq), k.view(m, nk), v.view(m, nk)] if m else []
-    if not flat:
-        return q, k, v, q_pre, k_pre
-    c = _config(m, head_dim, rows, cos, [rows, *weights, *flat])
-    hp = padded_head(head_dim)
-    parts, per_tile = max(1, hp // c.block_n), max(1, c.block_n // hp)
-    tiles = cdiv(m, c.block_m) * sum(cdiv(n // head_dim * parts, per_tile) for n in (nq, nk, nk))
+    results = SPEC.empty(args, sizes)
+    hidden, head_dim, m = sizes["hidden"], sizes["head_dim"], sizes["batch"] * sizes["seq"]
+    if not m:
+        return results  # type: ignore[return-value]
+    rows = contiguous_last(x).reshape(m, hidden)
+    weights, layout = _laid((q_weight, k_weight, v_weight))
+    biases = [None if t is None else contiguous_last(t) for t in (q_bias, k_bias, v_bias)]
+    norms = [None if t is None else contiguous_last(t) for t in (q_norm, k_norm)]
+    flat = [t.view(m, -1) if t.numel() else None for t in results]
+    kind = "" if q_norm is None else norm_kind
+    half, hp = head_dim // 2 if cos is None else sizes["half_rotary"], next_power_of_2(head_dim)
+
+    def distance(columns: int) -> int:
+        return 1 if cos is None else pair_distance(head_dim, half, interleaved, min(hp, columns))
+
+    matrices = weights if layout == "heads" else [w.flatten(0, 1) for w in weights]
+    if layout == "columns":
+        matrices = [w.t() for w in matrices]
+    operands = [rows, *matrices, *[t for t in flat if t is not None]]
+    c = _config(m, rows, cos, head_dim, q_norm is not None, sumsq is not None, distance, operands)
+
+    def weight(w: Tensor, matrix: Tensor) -> Any:
+        if layout == "heads" and c.tma:
+            return descriptor(w, [max(1, c.block_n // hp), min(hp, c.block_n), c.block_k])
+        return operand(matrix, c.block_n, c.block_k, c, layout == "columns") if c.tma else w
+
+    tiles = cdiv(m, c.block_m) * sum(cdiv(t.shape[2] * hp, c.block_n) for t in results[:3])
     n_sums = sizes.get("tiles", 1)
     with on_device(x):
         _launch(
             _kernel, (programs(tiles, c, target_of(x.device)),),
-            (operand(rows, c.block_m, c.block_k, c), *[operand(w, c.block_n, c.block_k, c) for w in weights], *biases,
-             cos_rows, sin_rows, None if sumsq is None else sumsq.contiguous(),
-             *[operand(t, c.block_m, c.block_n, c) for t in flat],
-             m, nq, nk, hidden, n_sums, sizes["seq"], rows.stride(0), *[w.stride(0) for w in weights], cos_rows.stride(0),
-             1.0 / hidden, eps),
-            {"SHARED": cos_rows.shape[0] < m, "HD": head_dim, "HP": hp, "TILES_P": next_power_of_2(n_sums),
+            (operand(rows, c.block_m, c.block_k, c), *map(weight, weights, matrices), *biases, *norms,
+             *[None if t is None else operand(t, c.block_m, c.block_n // c.split, c) for t in flat], cos, sin,
+             None if sumsq is None else sumsq.contiguous(), m, sizes["heads"], sizes["kv_heads"], hidden, n_sums, sizes["seq"],
+             rows.stride(0), *[w.stride(i) for i in range(3) for w in weights],
+             *[0 if b is None else b.stride(0) for b in biases],
+             *[w.stride(0) if w is not None and w.shape[0] > 1 else 0 for w in norms], *strides_of(cos), *strides_of(sin),
+             1.0 / hidden, eps, weight_offset),
+            {"HD": head_dim, "HP": hp, "HR": half, "W": distance(c.block_n // c.split), "KIND": kind,
+             "EARLY": round_early and kind == "rms", "LAYOUT": layout, "TILES_P": next_power_of_2(n_sums),
              "OUT": triton_dtype(x.dtype), "ACC": accumulator(x), **options(c)},
         )  # fmt: skip
-    return q, k, v, q_pre, k_pre
+    return results  # type: ignore[return-value]
 
 
 OP = Op(SPEC, launch, reference, BACKWARD, no_grad=frozenset({"sumsq"}))

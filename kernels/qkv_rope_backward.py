@@ -1,9 +1,10 @@
 """Backward of qkv_rope: one elementwise launch, then the gradient GEMMs.
 
-    turned_q, turned_k = grad_q, grad_k turned back and through the per-head norm (rope.py)    none of both: the gradients as they are
-    grad_x             = turned_q @ q_weight + turned_k @ k_weight + grad_v @ v_weight                               one launch
-    grad_weight        = turned.T @ x, a launch each            grad_bias = sum of turned over tokens, a launch each
-    grad_q_norm, grad_k_norm                                    from the elementwise launch's partial sums, a launch each
+    turned_q, turned_k = grad_q, grad_k turned back and then back through the per-head norm (rope.py); with neither, as they are
+    grad_x             = turned_q @ q_weight + turned_k @ k_weight + grad_v @ v_weight              one launch
+    grad_weight        = turned.T @ x                                                               a launch each
+    grad_bias          = sum of turned over tokens                                                  a launch each
+    grad_q_norm, grad_k_norm                    from the elementwise launch's partial sums          a launch each
 
 Axes are those of qkv_rope. What has no use is not launched: frozen parameters skip their GEMMs.
 """
@@ -13,15 +14,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from einops import einsum, rearrange, reduce
+from einops import einsum, reduce
 from torch import Tensor
 
-from ._gemm import accumulator, grad_input, grad_weight, sum_rows
-from ._lang import cdiv, next_power_of_2, tl, triton
+from ._gemm import grad_input, grad_weight, sum_rows
 from ._launch import contiguous_last, on_device
-from ._launch import launch as _launch
 from ._spec import Args, Op, Sizes, Spec, Stage, Write, accumulate_dtype, flag
-from .rope import TABLES, check_head_dim, rotate
+from ._target import target_of
+from .rope import TABLES, check_head_dim, norm_programs, rotate, sum_partials, turn
 
 WEIGHTS = {"q_weight": "heads head_dim hidden", **{f"{n}_weight": "kv_heads head_dim hidden" for n in "kv"}}
 BIASES = {"q_bias": "heads head_dim", **{f"{n}_bias": "kv_heads head_dim" for n in "kv"}}
@@ -44,12 +44,20 @@ def check(name: str, sizes: Sizes, args: Args) -> dict[str, int]:
 def _check(sizes: Sizes, args: Args) -> dict[str, int]:
     if args["q_norm"] is not None and args["q_pre"] is None:
         raise ValueError("qkv_rope_backward: q_norm is given, but q_pre is None: the forward did not save")
-    return check("qkv_rope_backward", sizes, args)
+    derived = check("qkv_rope_backward", sizes, args)
+    programs = norm_programs(sizes["batch"] * sizes["seq"], sizes["heads"] + sizes["kv_heads"], target_of(args["x"].device))
+    return {**derived, "programs": programs}
 
 
 def head_flops(sizes: Sizes, args: Args) -> int:
     """Of norm and rotation of one head of one token."""
     norm = 0 if args["q_norm"] is None else sizes["head_dim"] * (4 if args["norm_kind"] == "rms" else 6)
+    return norm + 6 * sizes.get("half_rotary", 0)
+
+
+def _turn_flops(sizes: Sizes, args: Args) -> int:
+    """Of the way back through both, of one head of one token."""
+    norm = 0 if args["q_norm"] is None else sizes["head_dim"] * (13 if args["norm_kind"] == "rms" else 16)
     return norm + 6 * sizes.get("half_rotary", 0)
 
 
@@ -70,16 +78,22 @@ BACKWARD_SPEC = Spec(
     writes={
         "grad_x": Write("batch seq hidden", "x", flag("need_x")),
         **{f"grad_{n}": Write(axes, "x", flag(f"need_{n}")) for n, axes in {**WEIGHTS, **BIASES}.items()},
-        **{f"grad_{n}": Write(f"{n}_heads head_dim", n, flag(f"need_{n}")) for n in NORMS},
+        **{f"grad_{n}": Write(f"{n}_heads head_dim", f"{n}|x", flag(f"need_{n}")) for n in NORMS},
     },
     derive=_check,
     scratch={
         "turned_q": Write("batch seq heads head_dim", "x", _turns),
         "turned_k": Write("batch seq kv_heads head_dim", "x", _turns),
+        "partial_q": Write("programs heads head_dim", "accumulate:x", flag("need_q_norm")),
+        "partial_k": Write("programs kv_heads head_dim", "accumulate:x", flag("need_k_norm")),
     },
     stages=(
-        Stage("qkv_rope_backward", ("grad_q", "grad_k", *TABLES), ("turned_q", "turned_k"),
-              lambda s, a: s["batch"] * s["seq"] * (s["heads"] + s["kv_heads"]) * head_flops(s, a)),
+        Stage("qkv_rope_backward", ("grad_q", "grad_k", *TABLES, *NORMS, "q_pre", "k_pre"),
+              ("turned_q", "turned_k", "partial_q", "partial_k"),
+              lambda s, a: s["batch"] * s["seq"] * (s["heads"] + s["kv_heads"]) * _turn_flops(s, a)),
+        *[Stage("sum_rows", (f"partial_{n}",), (f"grad_{n}_norm",),
+                lambda s, a, heads=heads: s["programs"] * s[heads] * s["head_dim"])  # type: ignore[misc]
+          for n, heads in (("q", "heads"), ("k", "kv_heads"))],
         Stage("grad_input", ("turned_q|grad_q", "turned_k|grad_k", "grad_v", *WEIGHTS), ("grad_x",),
               lambda s, a: 2 * s["batch"] * s["seq"] * (s["heads"] + 2 * s["kv_heads"]) * s["head_dim"] * s["hidden"]),
         *[Stage("grad_weight", (dy, "x"), (f"grad_{w}",),
@@ -140,45 +154,6 @@ def backward_reference(
     return dx, *dws, *dbs, *norms  # type: ignore[return-value]
 
 
-@triton.jit
-def _turn_back_kernel(
-    gq, gk, cos, sin, dq, dk, M, SEQ, HEADS, KV_HEADS, stride_cos,
-    SHARED: tl.constexpr, HD: tl.constexpr, HALF: tl.constexpr, BM: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    rows = tl.program_id(0) * BM + tl.arange(0, BM)
-    h = tl.program_id(1)
-    i = tl.arange(0, HALF)
-    ok = (rows < M)[:, None] & (i < HD // 2)[None, :]
-    at = (rows % SEQ if SHARED else rows)[:, None].to(tl.int64) * stride_cos + i[None, :]
-    c = tl.load(cos + at, ok, other=0.0).to(ACC)
-    s = tl.load(sin + at, ok, other=0.0).to(ACC)
-    if h < HEADS:
-        src, dst, head, per_row = gq, dq, h, HEADS
-    else:
-        src, dst, head, per_row = gk, dk, h - HEADS, KV_HEADS
-    at = (rows[:, None].to(tl.int64) * per_row + head) * HD + i[None, :]
-    u = tl.load(src + at, ok, other=0.0).to(ACC)
-    v = tl.load(src + at + HD // 2, ok, other=0.0).to(ACC)
-    tl.store(dst + at, (u * c + v * s).to(dst.dtype.element_ty), ok)
-    tl.store(dst + at + HD // 2, (v * c - u * s).to(dst.dtype.element_ty), ok)
-
-
-def _table(t: Tensor) -> Tensor:
-    """cos or sin as rows of one row stride: a view where the layout allows."""
-    batch, seq, half = t.shape
-    if t.stride(2) == 1 and (batch == 1 or t.stride(0) == seq * t.stride(1)):
-        return t.as_strided((batch * seq, half), (t.stride(1), 1))
-    return rearrange(t.contiguous(), "batch seq half -> (batch seq) half")
-
-
-def _tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Both as rows of one row stride, for all batch items or for each."""
-    if cos.shape[0] != sin.shape[0]:
-        cos, sin = torch.broadcast_tensors(cos, sin)
-    cos, sin = _table(cos), _table(sin)
-    return (cos, sin) if cos.stride(0) == sin.stride(0) else (cos.contiguous(), sin.contiguous())
-
-
 def backward_launch(
     grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor,
     cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, q_pre: Tensor | None,
@@ -189,23 +164,20 @@ def backward_launch(
     args: dict[str, Any] = dict(locals())
     sizes = BACKWARD_SPEC.axes(args)
     dx, *grads = BACKWARD_SPEC.empty(args, sizes)
-    m, hidden, seq, heads, kv_heads = sizes["batch"] * sizes["seq"], sizes["hidden"], sizes["seq"], sizes["heads"], sizes["kv_heads"]
-    head_dim = sizes["head_dim"]
-    rows = contiguous_last(x).reshape(-1, hidden)
-    turned = [grad_q.contiguous(), grad_k.contiguous()]
+    m, hidden, head_dim = sizes["batch"] * sizes["seq"], sizes["hidden"], sizes["head_dim"]
+    rows = contiguous_last(x).reshape(m, hidden)
+    turned = [grad_q, grad_k]
     with on_device(x):
         if _turns(args):
-            if cos is None or sin is None or q_norm is not None or interleaved or sizes["half_rotary"] * 2 != head_dim:
-                raise NotImplementedError("qkv_rope_backward")
-            given, turned = turned, list(BACKWARD_SPEC.empty_scratch(args, sizes))
-            cos_rows, sin_rows = _tables(cos, sin)
-            _launch(
-                _turn_back_kernel, (cdiv(m, 16), heads + kv_heads),
-                (*given, cos_rows, sin_rows, *turned, m, max(seq, 1), heads, kv_heads, cos_rows.stride(0)),
-                {"SHARED": cos_rows.shape[0] < m, "HD": head_dim, "HALF": next_power_of_2(head_dim // 2), "BM": 16,
-                 "ACC": accumulator(x), "num_warps": 4},
-            )  # fmt: skip
-        dys = [g.view(m, g.shape[2] * head_dim) for g in (*turned, grad_v.contiguous())]
+            *turned, partial_q, partial_k = BACKWARD_SPEC.empty_scratch(args, sizes)
+            partials = [p if need else None for p, need in ((partial_q, need_q_norm), (partial_k, need_k_norm))]
+            turn((grad_q, grad_k), turned, cos, sin, interleaved, back=True,
+                 pre=[None if p is None else p.contiguous() for p in (q_pre, k_pre)], norms=(q_norm, k_norm),
+                 partials=partials, kind=norm_kind, eps=eps, weight_offset=weight_offset)  # fmt: skip
+            for partial, dw in zip(partials, grads[6:]):
+                if partial is not None:
+                    sum_partials(partial, dw)
+        dys = [g.contiguous().view(m, g.shape[2] * head_dim) for g in (*turned, grad_v)]
         if need_x:
             grad_input(dys, [w.flatten(0, 1) for w in (q_weight, k_weight, v_weight)], dx.view(m, hidden))
         for dy, dw, need in zip(dys, grads[:3], (need_q_weight, need_k_weight, need_v_weight)):
