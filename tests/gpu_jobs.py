@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from layer_cases import GEMMA, LLAMA, LLAMA_8B, run, shapes
+from layer_cases import GEMMA, LLAMA, LLAMA_8B, VARIANTS, inputs, run, shapes
 from op_cases import (
     DTYPES,
     Args,
@@ -27,6 +27,7 @@ from op_cases import (
     mlp_case,
     norm_case,
     only_config,
+    plain_mlp_case,
     qkv_case,
     to,
     with_gradients,
@@ -96,6 +97,10 @@ FORWARD_AND_BACKWARD = (
     linear_case(13, 264, 72, "bias residual"), linear_case(300, 136, 264, "residual"), linear_case(150, 73, 131),
     qkv_case(2, 19, 72, 24, 1, 3, bias=True, tables="each"), qkv_case(2, 150, 136, 64, 2, 3), qkv_case(2, 70, 73, 128, 1, 1),
     mlp_case(13, 136, 72, "gelu", bias=True), mlp_case(300, 136, 264, "silu"), mlp_case(150, 73, 131, "gelu_tanh"),
+    linear_case(13, 264, 72, "bias residual wide columns", 0.5), linear_case(300, 136, 264, "bias residual wide", 0.5),
+    linear_case(300, 136, 264, "columns"), linear_case(150, 73, 131, "residual columns", 0.5),
+    plain_mlp_case(13, 136, 72, "gelu", "bias"), plain_mlp_case(300, 136, 264, "relu2", "columns"),
+    plain_mlp_case(150, 73, 131, "gelu_tanh", "bias columns"), mlp_case(13, 136, 72, "relu2"),
 )  # fmt: skip
 FORWARD = (
     linear_case(300, 136, 264, "residual norm_weight"), qkv_case(2, 70, 136, 64, 1, 3, bias=True, normed=True),
@@ -104,7 +109,10 @@ FORWARD = (
 # bf16 alone: further rows of the tables and head sizes.
 FURTHER = (
     linear_case(29, 264, 136), linear_case(61, 264, 136), linear_case(200, 264, 136),
-    linear_case(1100, 264, 392, "bias residual"), mlp_case(29, 264, 136), mlp_case(61, 264, 136),
+    linear_case(1100, 264, 392, "bias residual"),
+    linear_case(1100, 264, 392, "bias residual wide columns", 0.5), plain_mlp_case(29, 264, 136, "silu"),
+    plain_mlp_case(1100, 264, 392, "gelu", "bias"), plain_mlp_case(1100, 264, 392, "relu", "bias columns"),
+    mlp_case(29, 264, 136), mlp_case(61, 264, 136),
     qkv_case(1, 1100, 264, 128, 2, 1), qkv_case(1, 75, 72, 256, 1, 3), qkv_case(1, 75, 72, 96, 1, 1),
     qkv_case(7, 1, 136, 16, 1, 7),
 )  # fmt: skip
@@ -113,9 +121,10 @@ FURTHER = (
 def _every_config() -> Iterator[Job]:
     """Each row an H200 can choose and the pointer form it falls back to, whatever shape would choose it."""
     cases = {
-        "nt": (linear_case(150, 136, 264, "bias residual norm_weight"), qkv_case(2, 75, 136, 64, 1, 3)),
+        "nt": (linear_case(150, 136, 264, "bias residual norm_weight"), linear_case(150, 136, 264, "residual wide columns", 0.5),
+               plain_mlp_case(150, 136, 264, "gelu", "bias"), qkv_case(2, 75, 136, 64, 1, 3)),
         "pair": (mlp_case(150, 136, 264, normed=True),),
-        "nn": (linear_case(150, 136, 264),),
+        "nn": (linear_case(150, 136, 264), linear_case(150, 136, 264, "columns")),
         "tn": (linear_case(150, 136, 264),),
     }
     for kind, rows in _gemm.tables(2, TARGETS["sm_90"]).items():
@@ -142,9 +151,9 @@ class Layer:
 
     def warm(self) -> None:
         make = lambda *shape: torch.zeros(shape, dtype=self.dtype, device="cuda")
-        weights = BlockWeights(*[make(*s) for s in shapes(self.spec)[:9]])
-        table = make(1, self.seq, self.spec.head_dim)
-        run(blocks.forward, self.spec, weights, (make(self.batch, self.seq, self.spec.hidden), table, table), self.gradients)
+        weights = BlockWeights(**{name: make(*shape) for name, shape in shapes(self.spec).items()})
+        given = tuple(torch.zeros_like(t, device="cuda") for t in inputs(self.spec, self.dtype, self.batch, self.seq))
+        run(blocks.forward, self.spec, weights, given, self.gradients)
 
 
 SHAPES = ((1, 1), (3, 1), (1, 37), (2, 75), (1, 1100))
@@ -152,6 +161,7 @@ LAYERS = (
     *(Layer(LLAMA_8B, dtype, 1, 300, gradients) for dtype in (torch.bfloat16, torch.float16) for gradients in (False, True)),
     *(Layer(spec, torch.bfloat16, *shape) for spec in (LLAMA, GEMMA) for shape in SHAPES),
     Layer(LLAMA, torch.bfloat16, 2, 75, True),
+    *(Layer(spec, torch.bfloat16, 2, 75, gradients) for spec in VARIANTS.values() for gradients in (False, True)),
 )
 # The longest first.
 WORK: tuple[Job | Layer, ...] = (*LAYERS, *JOBS)

@@ -17,6 +17,7 @@ from op_cases import (
     linear_case,
     mlp_case,
     norm_case,
+    plain_mlp_case,
     qkv_case,
     to,
 )
@@ -36,7 +37,13 @@ RAGGED = (
     qkv_case(2, 75, 72, 64, 1, 3, bias=True, tables="one"),
     qkv_case(1, 75, 40, 24, 1, 1, tables="view"),
     mlp_case(150, 136, 264, bias=True),
+    linear_case(150, 136, 264, "bias residual wide columns", 0.5),
+    plain_mlp_case(150, 73, 264, "gelu", "bias columns"),
 )
+
+# With several gradients each, none of them a passthrough alone.
+SEVERAL = [*{case.op: case for case in reversed(SMALL) if case.op not in ("attention", "rope")}.values()]
+SEVERAL += [layer_norm_case(5, 24, "bias"), linear_case(5, 24, 40, "bias wide residual", 0.5)]
 
 
 def counted(op: str, args: dict, target: str) -> list[tuple[int, int]]:
@@ -63,14 +70,14 @@ def test_bytes_of_the_forward(case, target):
 
 
 @pytest.mark.parametrize("target", PATHS)
-@pytest.mark.parametrize("case", [*SMALL, *RAGGED[2:3]], ids=lambda c: c.id)
+@pytest.mark.parametrize("case", [*SMALL, *RAGGED[2:3], *RAGGED[-2:]], ids=lambda c: c.id)
 def test_bytes_of_the_backward(case, target):
     args = backward_arguments(case.op, case.arguments(BF16))
     backward = OPS[case.op].backward.spec.name
     assert counted(backward, args, target) == bytes_of(stated(backward, args, target))
 
 
-@pytest.mark.parametrize("case", [SMALL[0], SMALL[2], SMALL[4], SMALL[6], layer_norm_case(5, 24, "bias")], ids=lambda c: c.id)
+@pytest.mark.parametrize("case", SEVERAL, ids=lambda c: c.id)
 def test_a_gradient_that_is_not_wanted_costs_nothing(case):
     """Every one, and every pair, left out: its launch is gone and its bytes with it."""
     forward = case.arguments(BF16)

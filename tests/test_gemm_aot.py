@@ -34,9 +34,17 @@ def launch(form: str, dtype: torch.dtype) -> None:
     x, wide, vector = meta(dtype, TOKENS, HIDDEN), meta(dtype, FFN, HIDDEN), meta(dtype, HIDDEN)
     sums = meta(torch.float32, TOKENS, 32)
     if form == "linear":
-        OPS["linear"].launch(x, meta(dtype, HIDDEN, HIDDEN), None, x, None)
+        OPS["linear"].launch(x, meta(dtype, HIDDEN, HIDDEN), None, x, None, 1.0)
     elif form == "linear-full":
-        OPS["linear"].launch(x, meta(dtype, HIDDEN, HIDDEN), vector, x, vector)
+        OPS["linear"].launch(x, meta(dtype, HIDDEN, HIDDEN), vector, x, vector, 0.5)
+    elif form.startswith("linear-wide"):
+        w = meta(dtype, HIDDEN, HIDDEN)
+        OPS["linear"].launch(x, w.t() if "columns" in form else w, vector, meta(torch.float32, TOKENS, HIDDEN), None, 0.5)
+    elif form == "linear-columns":
+        OPS["linear"].launch(x, meta(dtype, HIDDEN, HIDDEN).t(), vector, x, None, 1.0)
+    elif form.startswith("plain_mlp"):
+        w = meta(dtype, HIDDEN, FFN).t() if "columns" in form else wide
+        OPS["plain_mlp"].launch(x, w, wide[:, 0], "gelu_tanh" if "tanh" in form else "gelu", "save" in form)
     elif form.startswith("qkv_rope"):
         full = form.endswith("full")
         q, kv, table = (
@@ -54,6 +62,8 @@ def launch(form: str, dtype: torch.dtype) -> None:
         OPS["gated_mlp"].launch(x, wide, wide, wide[:, 0], wide[:, 0], sums, "gelu", 1e-5, False)
     elif form == "grad_input":
         _gemm.grad_input([x], [meta(dtype, HIDDEN, HIDDEN)], x)
+    elif form == "grad_input-columns":
+        _gemm.grad_input([x, x, x], [meta(dtype, HIDDEN, HIDDEN).t()] * 3, x)
     elif form == "grad_input-three":
         narrow, kv = meta(dtype, TOKENS, HIDDEN // 4), meta(dtype, HIDDEN // 4, HIDDEN)
         _gemm.grad_input([x, narrow, narrow], [meta(dtype, HIDDEN, HIDDEN), kv, kv], x)
@@ -62,11 +72,15 @@ def launch(form: str, dtype: torch.dtype) -> None:
 
 
 FORMS = {
-    "nt": ("linear-full", "qkv_rope", "linear", "qkv_rope-full"),
+    "nt": ("linear-full", "qkv_rope", "linear", "qkv_rope-full", "linear-wide", "linear-columns", "linear-wide-columns",
+           "plain_mlp-save", "plain_mlp", "plain_mlp-tanh", "plain_mlp-tanh-columns-save"),
     "pair": ("gated_mlp-save", "gated_mlp-full", "gated_mlp"),
-    "nn": ("grad_input-three", "grad_input"),
+    "nn": ("grad_input-three", "grad_input", "grad_input-columns"),
     "tn": ("grad_weight",),
 }
+
+
+QUICK = ("qkv_rope", "linear-columns", "plain_mlp-save", "grad_input-columns")
 
 
 def configs(name: str, itemsize: int) -> dict[str, list[_gemm.Config]]:
@@ -89,7 +103,7 @@ def rows(quick: bool) -> list[Any]:
         for dtype in (*HALVES, torch.float32):
             for kind, shipped in configs(name, dtype.itemsize).items():
                 for i, form in enumerate(FORMS[kind]):
-                    is_quick = name in ("sm_80", "sm_90") and dtype is torch.bfloat16 and (i == 0 or form == "qkv_rope")
+                    is_quick = name in ("sm_80", "sm_90") and dtype is torch.bfloat16 and (i == 0 or form in QUICK)
                     if is_quick == quick:
                         found += [pytest.param(name, dtype, form, c, id=key(name, dtype, form, c)) for c in shipped]
     return found

@@ -23,6 +23,7 @@ from op_cases import (
     linear_case,
     mlp_case,
     norm_case,
+    plain_mlp_case,
     qkv_case,
     recording,
     rotary_tables,
@@ -39,8 +40,9 @@ from fusedblock.ops import OPS
 BF16 = torch.bfloat16
 # Attention's own rules are tested with it.
 OWN = tuple(c for c in SMALL if c.op != "attention")
-NORM, LINEAR, QKV, MLP = SMALL[0], SMALL[2], SMALL[4], SMALL[6]
-
+FIRST = {case.op: case for case in reversed(SMALL)}
+NORM, LINEAR, QKV, MLP, PLAIN_MLP = (FIRST[op] for op in ("norm", "linear", "qkv_rope", "gated_mlp", "plain_mlp"))
+SCALED = linear_case(5, 24, 40, "bias residual columns", 0.25)
 LAYER_NORM = layer_norm_case(5, 24, "bias residual")
 
 # ---- errors ----------------------------------------------------------------------------------------------------------------
@@ -80,6 +82,10 @@ ERRORS = [
      "linear: residual (tokens out_features) has tokens=4, but tokens=5 so far"),
     (changed(LINEAR, residual=torch.ones(5, 40, dtype=BF16)), "linear", ValueError,
      "linear: residual has dtype torch.bfloat16, but x has torch.float32"),
+    (to(changed(LINEAR, residual=None, norm_weight=torch.ones(40)), BF16) | {"residual": torch.ones(5, 40)}, "linear", ValueError,
+     "linear: residual has dtype torch.float32, but x has torch.bfloat16: not beside norm_weight"),
+    (changed(LINEAR, weight=torch.ones(24, 40).t()[:, 1:]), "linear", ShapeError,
+     "linear: weight (out_features in_features) has in_features=23, but in_features=24 so far"),
     (changed(QKV, v_weight=torch.ones(32, 24)), "qkv_rope", ShapeError,
      "qkv_rope: v_weight (kv_width hidden) has kv_width=32, but kv_width=16 so far"),
     (changed(QKV, head_dim=12), "qkv_rope", ValueError, "qkv_rope: head_dim=12, expected 16 to 256 in multiples of 8"),
@@ -96,6 +102,12 @@ ERRORS = [
      "gated_mlp: up_weight (ffn hidden) has ffn=39, but ffn=40 so far"),
     (changed(MLP, activation="tanh"), "gated_mlp", ValueError,
      "gated_mlp: activation='tanh', expected one of silu, gelu, gelu_tanh, relu, relu2"),
+    (changed(PLAIN_MLP, activation="swish"), "plain_mlp", ValueError,
+     "plain_mlp: activation='swish', expected one of silu, gelu, gelu_tanh, relu, relu2"),
+    (changed(PLAIN_MLP, weight=torch.ones(40, 23)), "plain_mlp", ShapeError,
+     "plain_mlp: weight (ffn hidden) has hidden=23, but hidden=24 so far"),
+    (changed(PLAIN_MLP, bias=torch.ones(40, dtype=BF16)), "plain_mlp", ValueError,
+     "plain_mlp: bias has dtype torch.bfloat16, but x has torch.float32"),
     (changed(MLP, sumsq=torch.ones(6, 1)), "gated_mlp", ShapeError,
      "gated_mlp: sumsq (tokens tiles) has tokens=6, but tokens=5 so far"),
 ]  # fmt: skip
@@ -191,7 +203,7 @@ def expanded(t: Tensor) -> Tensor:
 
 STRIDED = (norm_case(19, 40), layer_norm_case(19, 40, "bias residual"),
            linear_case(70, 40, 24, "bias residual"), qkv_case(2, 35, 40, 16, 1, 2, bias=True, tables="each"),
-           mlp_case(70, 40, 24, bias=True))  # fmt: skip
+           mlp_case(70, 40, 24, bias=True), plain_mlp_case(70, 40, 24, "gelu", "bias"))  # fmt: skip
 
 
 @pytest.mark.parametrize("target", PATHS)
@@ -258,7 +270,8 @@ def test_a_result_without_a_gradient_counts_as_zero():
 @pytest.mark.parametrize(
     "case", [norm_case(0, 24), layer_norm_case(0, 24, "bias residual"),
              linear_case(0, 24, 40, "bias residual"), qkv_case(0, 3, 24, 16, 1, 2, bias=True),
-             qkv_case(2, 0, 24, 16, 1, 2), mlp_case(0, 24, 40, bias=True)], ids=lambda c: c.id,
+             qkv_case(2, 0, 24, 16, 1, 2), mlp_case(0, 24, 40, bias=True), plain_mlp_case(0, 24, 40, "relu", "bias columns"),
+             linear_case(0, 24, 40, "bias residual wide", 0.5)], ids=lambda c: c.id,
 )  # fmt: skip
 def test_no_rows(case, target):
     """Empty results of the right shape; weights get gradients of zero, not of garbage."""
@@ -277,7 +290,7 @@ def test_no_rows(case, target):
 @pytest.mark.parametrize(
     "case", [norm_case(1, 24), layer_norm_case(1, 24, "bias residual"),
              linear_case(1, 24, 40, "bias residual"), qkv_case(1, 1, 24, 16, 1, 2, bias=True),
-             mlp_case(1, 24, 40, bias=True)], ids=lambda c: c.id,
+             mlp_case(1, 24, 40, bias=True), plain_mlp_case(1, 24, 40, "gelu", "bias columns")], ids=lambda c: c.id,
 )  # fmt: skip
 def test_one_row(case, target):
     check(case, torch.float32, target)
@@ -341,6 +354,12 @@ def launched(case: Case, frozen: set[str]) -> Counter[str]:
             {"_turn_back_kernel": 1, "grad_input_kernel": 1},
         ),
         (QKV, {"x", "k_weight", "q_bias"}, {"_turn_back_kernel": 1, "grad_weight_kernel": 2, "sum_rows_kernel": 2}),
+        (PLAIN_MLP, set(), {"_act_backward_kernel": 1, "grad_input_kernel": 1, "grad_weight_kernel": 1, "sum_rows_kernel": 1}),
+        (PLAIN_MLP, {"weight", "bias"}, {"_act_backward_kernel": 1, "grad_input_kernel": 1}),
+        (PLAIN_MLP, {"x", "weight"}, {"_act_backward_kernel": 1, "sum_rows_kernel": 1}),
+        (SCALED, set(), {"_rescale_kernel": 1, "grad_input_kernel": 1, "grad_weight_kernel": 1, "sum_rows_kernel": 1}),
+        (SCALED, {"weight", "bias"}, {"_rescale_kernel": 1, "grad_input_kernel": 1}),
+        (SCALED, {"x", "weight", "bias"}, {}),
         (MLP, set(), {"_act_backward_kernel": 1, "grad_input_kernel": 1, "grad_weight_kernel": 2, "sum_rows_kernel": 2}),
         (MLP, {"gate_weight", "up_weight", "gate_bias", "up_bias"}, {"_act_backward_kernel": 1, "grad_input_kernel": 1}),
         (MLP, {"x", "up_weight", "up_bias"}, {"_act_backward_kernel": 1, "grad_weight_kernel": 1, "sum_rows_kernel": 1}),

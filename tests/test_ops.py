@@ -21,6 +21,7 @@ from op_cases import (
     linear_case,
     mlp_case,
     only_config,
+    plain_mlp_case,
     qkv_case,
     recording,
     to,
@@ -237,9 +238,10 @@ def shipped(itemsize: int) -> list[tuple[str, str, _gemm.Config]]:
 
 
 OF_KIND = {
-    "nt": [linear_case(150, 136, 264, "bias residual norm_weight"), qkv_case(2, 75, 72, 64, 1, 3, bias=True, normed=True)],
+    "nt": [linear_case(150, 136, 264, "bias residual norm_weight"), linear_case(150, 136, 264, "residual wide columns", 0.5),
+           plain_mlp_case(150, 136, 264, "gelu", "bias"), qkv_case(2, 75, 72, 64, 1, 3, bias=True, normed=True)],
     "pair": [mlp_case(150, 136, 168, normed=True)],
-    "nn": [linear_case(150, 136, 264)],
+    "nn": [linear_case(150, 136, 264), linear_case(150, 136, 264, "columns")],
     "tn": [linear_case(150, 136, 264)],
 }
 
@@ -296,6 +298,8 @@ def public(op: str):
         return lambda x, w, b, r: ops.layer_norm(x, w, b, residual=r), [(2, 3, 24), (24,), (24,), (2, 3, 24)]
     if op == "linear":
         return lambda x, w, b, r: ops.linear(x, w, b, residual=r), [(2, 3, 24), (40, 24), (40,), (2, 3, 40)]
+    if op == "plain_mlp":
+        return lambda x, w, b: ops.plain_mlp(x, w, b, activation="relu2"), [(2, 3, 24), (40, 24), (40,)]
     if op == "gated_mlp":
         call = lambda x, g, u, a, b: ops.gated_mlp(x, g, u, activation="gelu", gate_bias=a, up_bias=b)
         return call, [(2, 3, 24), (40, 24), (40, 24), (40,), (40,)]
@@ -305,7 +309,7 @@ def public(op: str):
     return lambda q, k, v: ops.attention(q, k, v, causal=True), [(2, 3, 2, 16), (2, 5, 1, 16), (2, 5, 1, 16)]
 
 
-PUBLIC = ("rms_norm", "layer_norm", "linear", "qkv_rope", "gated_mlp", "attention")
+PUBLIC = ("rms_norm", "layer_norm", "linear", "qkv_rope", "gated_mlp", "plain_mlp", "attention")
 
 
 def run_public(call, shapes) -> list[Tensor]:
@@ -329,7 +333,7 @@ def test_compile_without_graph_breaks(op, backend):
         torch.testing.assert_close(compiled(*inputs), call(*inputs))
 
 
-@pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "linear", "gated_mlp"])
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "linear", "gated_mlp", "plain_mlp"])
 @pytest.mark.parametrize("lead", [(), (1,), (4, 2, 3)])
 def test_leading_axes(op, lead):
     """`... hidden` is any number of leading axes, none too: the same rows come out."""
@@ -366,6 +370,8 @@ def test_flops_are_those_of_the_plain_products():
     assert pointwise == 5 * 6 * 40  # activation and product
     # Two products forward, two for x, one for each weight; 12 per element of the activation's backward.
     assert flops(lambda: ops.gated_mlp(x, w, u).sum().backward()) == 6 * one + pointwise + 12 * 6 * 40
+    assert flops(lambda: ops.plain_mlp(x, w, activation="gelu")) == one + 4 * 6 * 40
+    assert flops(lambda: ops.plain_mlp(x, w, activation="gelu").sum().backward()) == 3 * one + 12 * 6 * 40
     cos, sin = (t[..., :8] for t in op_cases.rotary_tables(1, 3, 16, torch.float32))
     q, kv = torch.randn(32, 24), torch.randn(16, 24)
     with torch.no_grad():
