@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,9 @@ from fusedblock import ops
 from fusedblock.blocks.plan import BlockSpec, Plan, plan
 
 Call = Callable[..., Any]
+# Weight's name -> the linear layer itself, `tokens in_features` to `tokens out_features`, where it is not the plain product.
+Own = Mapping[str, Callable[[Tensor], Tensor]]
+_NONE: Own = {}
 
 
 class BlockWeights(NamedTuple):
@@ -66,13 +69,13 @@ def _target_of(device: torch.device) -> Any:
     return ops.target_of(device)
 
 
-def _plan(spec: BlockSpec, x: Tensor, context: int, training: bool, masked: bool, compute: torch.dtype) -> Plan:
+def _plan(spec: BlockSpec, x: Tensor, context: int, training: bool, masked: bool, compute: torch.dtype, own: Own) -> Plan:
     target, (batch, seq) = _target_of(x.device), x.shape[:2]
     # Sizes that torch.compile keeps symbolic have no hash, and it warns of caches.
     symbolic = any(isinstance(n, torch.SymInt) for n in (batch, seq, context))
     choose = plan.__wrapped__ if symbolic or torch.compiler.is_compiling() else plan
     return choose(spec, batch=batch, seq=seq, context=context, dtype=compute, training=training, target=target, masked=masked,
-                  autocast=compute is not x.dtype)  # fmt: skip
+                  autocast=compute is not x.dtype, own=tuple(own))  # fmt: skip
 
 
 def _norm(call: Call, spec: BlockSpec, w: BlockWeights, name: str, x: Tensor, training: bool, *,
@@ -107,27 +110,65 @@ def _table(spec: BlockSpec, t: Tensor | None) -> Tensor | None:
 
 
 def _front(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, cos: Tensor | None, sin: Tensor | None, training: bool,
-           ) -> tuple[Tensor, ...]:  # fmt: skip
+           own: Own = _NONE) -> tuple[Tensor, ...]:  # fmt: skip
     """q `batch seq heads head_dim`, k and v `batch seq kv_heads head_dim`, and the rows that they were made of."""
     compute = w.q.dtype
     y = x.reshape(-1, spec.hidden)
     if w.attn_norm is not None:
         y = _norm(call, spec, w, "attn_norm", y, training, dtype=compute)
     y = y.to(compute)
-    q, k, v = _heads(spec, _matrix(spec, w.q), *[None if t is None else _matrix(spec, t) for t in (w.k, w.v)])
-    biases = _heads(spec, w.q_bias, w.k_bias, w.v_bias)
-    full, cos, sin = spec.qk_norm == "full", _table(spec, cos), _table(spec, sin)
-    turn = (None, None) if full else (cos, sin)
-    norms = (None, None) if full or w.q_norm is None else (_per_head(w.q_norm, spec), _per_head(w.k_norm, spec))
-    save = training and norms[0] is not None
-    q, k, v, _, _ = call("qkv_rope", y.view(x.shape), q, k, v, *biases, *turn, None, *norms, spec.rope == "interleaved",
-                         spec.norm, spec.eps, spec.weight_offset, spec.round_early, save)  # fmt: skip
-    if full:
-        q, k = (_norm(call, spec, w, name, t.flatten(2).flatten(0, 1), training).view(t.shape)
-                for name, t in (("q_norm", q), ("k_norm", k)))  # fmt: skip
-        if cos is not None:
-            q, k = call("rope", q, k, cos, sin, spec.rope == "interleaved")
+    cos, sin = _table(spec, cos), _table(spec, sin)
+    apart = spec.qk_norm == "full" or _takes_own(own, "q", "k", "v")
+    if _takes_own(own, "q", "k", "v"):
+        q, k, v = _own_heads(spec, w, y, own, x.shape[:2])
+    else:
+        q, k, v = _heads(spec, _matrix(spec, w.q), *[None if t is None else _matrix(spec, t) for t in (w.k, w.v)])
+        biases = _heads(spec, w.q_bias, w.k_bias, w.v_bias)
+        turn = (None, None) if apart else (cos, sin)
+        norms = (None, None) if apart or w.q_norm is None else (_per_head(w.q_norm, spec), _per_head(w.k_norm, spec))
+        save = training and norms[0] is not None
+        q, k, v, _, _ = call("qkv_rope", y.view(x.shape), q, k, v, *biases, *turn, None, *norms, spec.rope == "interleaved",
+                             spec.norm, spec.eps, spec.weight_offset, spec.round_early, save)  # fmt: skip
+    if apart and w.q_norm is not None:
+        width_q, width_k = (n * spec.head_dim if spec.qk_norm == "full" else spec.head_dim for n in (spec.heads, spec.kv_heads))
+        q, k = (_norm(call, spec, w, name, t.reshape(-1, width), training).view(t.shape)
+                for name, t, width in (("q_norm", q, width_q), ("k_norm", k, width_k)))  # fmt: skip
+    if apart and cos is not None:
+        q, k = call("rope", q, k, cos, sin, spec.rope == "interleaved")
     return q, k, v, y
+
+
+def _takes_own(own: Own, *names: str) -> bool:
+    return any(name in own for name in names)
+
+
+def _linear(spec: BlockSpec, w: BlockWeights, name: str, x: Tensor, own: Own) -> Tensor:
+    """A linear layer beside one that runs itself: it too is a product of its own."""
+    if name in own:
+        return own[name](x)
+    return torch.nn.functional.linear(x, _matrix(spec, getattr(w, name)), getattr(w, name + "_bias"))
+
+
+def _own_heads(spec: BlockSpec, w: BlockWeights, y: Tensor, own: Own, shape: Sequence[int]) -> list[Tensor]:
+    """q, k, v before norm and rotation, `batch seq heads head_dim`, of y `tokens hidden`."""
+    names = ("q", "k", "v") if spec.qkv_layout == "split" else ("q",)
+    made = [_linear(spec, w, name, y, own).view(*shape, -1) for name in names]
+    if spec.qkv_layout == "per_head":
+        return list(made[0].unflatten(-1, (spec.heads, 3, spec.head_dim)).unbind(-2))
+    if spec.qkv_layout == "stacked":
+        made = list(made[0].split([n * spec.head_dim for n in (spec.heads, spec.kv_heads, spec.kv_heads)], -1))
+    return [t.unflatten(-1, (-1, spec.head_dim)) for t in made]
+
+
+def _own_mlp(spec: BlockSpec, w: BlockWeights, y: Tensor, own: Own) -> Tensor:
+    """What the last linear layer of the MLP reads, of y `tokens hidden`."""
+    if spec.mlp == "plain":
+        return ops.plain_activate(_linear(spec, w, "up", y, own), spec.activation)
+    if spec.mlp == "gated_stacked":
+        gate, up = _linear(spec, w, "up", y, own).chunk(2, -1)
+    else:
+        gate, up = (_linear(spec, w, name, y, own) for name in ("gate", "up"))
+    return ops.plain_activate(gate, spec.activation) * up
 
 
 def _per_head(w: Tensor | None, spec: BlockSpec) -> Tensor:
@@ -136,42 +177,48 @@ def _per_head(w: Tensor | None, spec: BlockSpec) -> Tensor:
 
 
 def _branch(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, matrix: str, out_norm: str, residual: Tensor,
-            training: bool, gamma: Tensor | None = None) -> tuple[Tensor, ...]:  # fmt: skip
+            training: bool, own: Own, gamma: Tensor | None = None) -> tuple[Tensor, ...]:  # fmt: skip
     """The end of a branch: its last linear layer, added to the residual, and the norm before or after the addition."""
     after = getattr(w, out_norm) is not None
     inside = after and spec.residual != "post"
-    out = call("linear", x, _matrix(spec, getattr(w, matrix)), getattr(w, matrix + "_bias"), None if inside else residual, gamma,
-               1.0 if inside else spec.branch_scale)  # fmt: skip
+    scale = 1.0 if inside else spec.branch_scale
+    if matrix in own:
+        made = own[matrix](x)
+        out: tuple[Tensor, ...] = (made if inside else residual + (made if scale == 1.0 else made * scale),)
+    else:
+        out = call("linear", x, _matrix(spec, getattr(w, matrix)), getattr(w, matrix + "_bias"), None if inside else residual,
+                   gamma, scale)  # fmt: skip
     if not after:
         return out
     return (_norm(call, spec, w, out_norm, out[0], training, residual=residual if inside else None),)
 
 
 def _back(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, rows: Tensor, q: Tensor, k: Tensor, v: Tensor,
-          mask: Tensor | None, causal: bool, training: bool) -> Tensor:  # fmt: skip
+          mask: Tensor | None, causal: bool, training: bool, own: Own = _NONE) -> Tensor:  # fmt: skip
     compute = w.q.dtype
-    steps = _plan(spec, x, k.shape[1], training, mask is not None, compute)
+    steps = _plan(spec, x, k.shape[1], training, mask is not None, compute, own)
     stream = x.reshape(-1, spec.hidden)
     a, _ = call("decode_attention" if steps.decode else "attention", q, k, v, mask, causal, spec.scale)
     a = a.reshape(stream.shape[0], spec.heads * spec.head_dim)
-    sums = steps.row_statistics and x.dtype == compute  # a residual stream in fp32 leaves none
-    gamma = w.mlp_norm if sums else None
-    h, *statistics = _branch(call, spec, w, a, "o", "attn_out_norm", stream, training, gamma)
+    gamma = w.mlp_norm if steps.row_statistics else None
+    h, *statistics = _branch(call, spec, w, a, "o", "attn_out_norm", stream, training, own, gamma)
     sumsq = None
-    if sums:
+    if steps.row_statistics:
         y, sumsq = statistics
     elif w.mlp_norm is not None:
         y = _norm(call, spec, w, "mlp_norm", stream if spec.residual == "parallel" else h, training, dtype=compute)
     else:
         y = rows if spec.residual == "parallel" else h.to(compute)
-    if spec.mlp == "plain":
+    if _takes_own(own, "gate", "up"):
+        g = _own_mlp(spec, w, y, own)
+    elif spec.mlp == "plain":
         g, _ = call("plain_mlp", y, _matrix(spec, w.up), w.up_bias, spec.activation, training)
     else:
         stacked = spec.mlp == "gated_stacked"
         gate, up = w.up.split(spec.ffn) if stacked else (w.gate, w.up)
         gate_bias, up_bias = w.up_bias.split(spec.ffn) if stacked and w.up_bias is not None else (w.gate_bias, w.up_bias)
         g, _, _ = call("gated_mlp", y, gate, up, gate_bias, up_bias, sumsq, spec.activation, spec.eps, training)
-    out = _branch(call, spec, w, g, "down", "mlp_out_norm", h, training)[0]
+    out = _branch(call, spec, w, g, "down", "mlp_out_norm", h, training, own)[0]
     # Not a view to autograd: hooks on the layer's result (FSDP2's) and in-place operations after it then mean this tensor.
     return torch.ops.aten._unsafe_view.default(out, x.shape)
 
@@ -249,6 +296,7 @@ def forward(
     spec: BlockSpec, weights: BlockWeights, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None, *,
     mask: Tensor | None = None, causal: bool = True,
     update: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None, compute_dtype: torch.dtype | None = None,
+    own: Own = _NONE,
 ) -> Tensor:  # fmt: skip
     """One transformer layer: h = x + o(attention(norm(x))), then h + down(act(gate(norm(h))) * up(norm(h))), or the variation of
     it that spec says.
@@ -256,16 +304,21 @@ def forward(
     x `batch seq hidden`; cos and sin `batch|1 seq rotary` (None without rope), their columns repeated as spec.tables says; mask
     and causal as in fusedblock.ops.attention. update, if given, receives the new keys and values in HF's cache layout
     `batch kv_heads seq head_dim` and returns all keys and values to attend to in that layout. compute_dtype: multiply in this
-    dtype while x, the residual stream and the norms keep theirs, as under autocast. Returns `batch seq hidden`.
+    dtype while x, the residual stream and the norms keep theirs, as under autocast. own: linear layers, by their weight's name,
+    that are more than a product (adapters): functions of `batch seq in_features` that return `batch seq out_features`; their
+    weights are then read for sizes only. Returns `batch seq hidden`.
     Without gradients the layer is one registered op (two around update). Raises ShapeError or ValueError naming the argument.
     """
     grad = torch.is_grad_enabled() and (x.requires_grad or any(t is not None and t.requires_grad for t in weights))
-    if grad or compute_dtype not in (None, x.dtype):
+    if own:  # 3-D as without us: what an adapter does may depend on the position
+        own = {name: _by_rows(function, x.shape[:2]) for name, function in own.items()}
+        grad = torch.is_grad_enabled()
+    if grad or own or compute_dtype not in (None, x.dtype):
         w = weights if compute_dtype is None else _cast(weights, compute_dtype)
-        q, k, v, rows = _front(ops.dispatched, spec, w, x, cos, sin, grad)
+        q, k, v, rows = _front(ops.dispatched, spec, w, x, cos, sin, grad, own)
         k, v = (t.to(w.q.dtype) for t in _through(update, k, v))  # a cache may be older than autocast
         learned = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
-        return _back(ops.dispatched, spec, w, x, rows, q, k, v, ops.normalise_mask(mask, q, k), causal, grad or learned)
+        return _back(ops.dispatched, spec, w, x, rows, q, k, v, ops.normalise_mask(mask, q, k), causal, grad or learned, own)
     if update is None:
         m = mask if mask is None or mask.dim() == 4 else mask[:, None, None, :]
         return _block(x, cos, sin, m, causal, *weights, *_numbers(spec))
@@ -284,3 +337,7 @@ def _through(update: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None, k
         return k, v
     k, v = update(k.transpose(1, 2), v.transpose(1, 2))
     return k.transpose(1, 2), v.transpose(1, 2)
+
+
+def _by_rows(function: Callable[[Tensor], Tensor], shape: Sequence[int]) -> Callable[[Tensor], Tensor]:
+    return lambda rows: function(rows.view(*shape, -1)).flatten(0, 1)

@@ -89,7 +89,8 @@ class Plan:
         return "\n".join(lines)
 
 
-def _why_apart(spec: BlockSpec, rows: int, dtype: torch.dtype, training: bool, autocast: bool, target: Target) -> str | None:
+def _why_apart(spec: BlockSpec, rows: int, dtype: torch.dtype, training: bool, autocast: bool, own: tuple[str, ...],
+               target: Target) -> str | None:  # fmt: skip
     """Why the norm before the MLP is a launch of its own; None where it rides on its neighbours' epilogues."""
     if spec.norm != "rms" or spec.residual != "sequential" or spec.norms != "attn_norm mlp_norm" or spec.mlp == "plain":
         return "row sums ride only on a pre-norm layer with RMSNorm and a gated MLP"
@@ -97,6 +98,8 @@ def _why_apart(spec: BlockSpec, rows: int, dtype: torch.dtype, training: bool, a
         return "batch_invariant"
     if training:
         return "training keeps the normalised rows for the weight gradients"
+    if own:
+        return "a linear layer runs itself"
     if autocast:
         return "autocast: the residual stream has another dtype"
     if dtype is torch.float16:
@@ -119,25 +122,34 @@ def _attention(spec: BlockSpec, seq: int, decode: bool, masked: bool) -> Launch:
 @functools.lru_cache(maxsize=4096)
 def plan(
     spec: BlockSpec, *, batch: int, seq: int, context: int, dtype: torch.dtype, training: bool, target: Target,
-    masked: bool = False, autocast: bool = False,
+    masked: bool = False, autocast: bool = False, own: tuple[str, ...] = (),
 ) -> Plan:  # fmt: skip
     """What one layer launches for x `batch seq hidden` over `context` keys.
 
     training: gradients are wanted. masked: an explicit mask comes with the call. autocast: the residual stream is of another
-    dtype than the products. Pure: equal arguments give an equal plan.
+    dtype than the products. own: weights of the linear layers that run themselves (adapters). Pure: equal arguments give an
+    equal plan.
     """
     invariant = target.batch_invariant
     decode = not training and not invariant and seq * (spec.heads // spec.kv_heads) <= DECODE_ROWS
-    apart = _why_apart(spec, batch * seq, dtype, training, autocast, target)
-    statistics = apart is None
+    alone = _why_apart(spec, batch * seq, dtype, training, autocast, own, target)
+    statistics = alone is None
     rows = "one row a program, statistics in fp32"
     norms = spec.norms.split()
 
     def norm(role: str, why: str = rows, changes: str = "") -> Launch:
         return Launch("norm", role, "triton", why, changes=changes)
 
-    def output(role: str, out_norm: str, sums: str = "") -> list[Launch]:
+    def modules(role: str, why: str, *names: str) -> list[Launch]:
+        """The linear layers that run themselves, and those beside them that therefore run unfused."""
+        found = [name for name in names if name in own]
+        return [Launch("module", role, "torch", f"{' and '.join(found)} with an adapter: {why}", kernels=len(names))]
+
+    def output(role: str, name: str, out_norm: str, sums: str = "") -> list[Launch]:
         """The linear layer that ends a branch, and the norm that follows it."""
+        if name in own:
+            last = [norm(f"norm after {role}")] if out_norm in norms else []
+            return modules(role, "then the residual", name) + last
         if out_norm not in norms:
             return [Launch("linear", role, "triton", "adds the residual" + sums)]
         if spec.residual == "post":
@@ -149,20 +161,31 @@ def plan(
     parts = ", norm of each head" if spec.qk_norm == "head" else ""
     turns = " and rotary embedding" if spec.rope and spec.qk_norm != "full" else ""
     weights = {"split": "no packed weight copy", "stacked": "one weight", "per_head": "one weight, rows by head"}[spec.qkv_layout]
-    steps.append(Launch("qkv_rope", "q, k, v", "triton", f"three projections{parts}{turns}, {weights}"))
-    if spec.qk_norm == "full":
-        steps += [norm("q norm", "over all heads"), norm("k norm", "over all heads")]
-        steps += [Launch("rope", "rotary embedding", "triton", "after the norms, q and k in one launch")] if spec.rope else []
+    apart = spec.qk_norm == "full"
+    if any(name in own for name in ("q", "k", "v")):
+        names = ("q", "k", "v") if spec.qkv_layout == "split" else ("q",)
+        steps += modules("q, k, v", "projections by themselves", *names)
+        apart = True
+    else:
+        steps.append(Launch("qkv_rope", "q, k, v", "triton", f"three projections{parts}{turns}, {weights}"))
+    if apart and spec.qk_norm:
+        over = "over all heads" if spec.qk_norm == "full" else "over each head"
+        steps += [norm("q norm", over), norm("k norm", over)]
+    if apart and spec.rope:
+        steps.append(Launch("rope", "rotary embedding", "triton", "q and k in one launch"))
     steps.append(_attention(spec, seq, decode, masked))
-    steps += output("attention output", "attn_out_norm", "; leaves the second norm's row sums" if statistics else "")
+    steps += output("attention output", "o", "attn_out_norm", "; leaves the second norm's row sums" if statistics else "")
     if "mlp_norm" in norms and not statistics:
         rides = "" if spec.mlp == "plain" or spec.norm != "rms" else (
             f"without gradients, in bf16 or fp32, {STATISTICS_ROWS} rows or fewer: a row scale in the next epilogue")  # fmt: skip
-        steps.append(norm("MLP norm", f"{rows} (not in an epilogue: {apart})", rides))
-    if spec.mlp == "plain":
+        steps.append(norm("MLP norm", f"{rows} (not in an epilogue: {alone})", rides))
+    if "gate" in own or "up" in own:
+        names = ("gate", "up") if spec.mlp == "gated" else ("up",)
+        steps += modules("MLP", "then the activation", *names)
+    elif spec.mlp == "plain":
         steps.append(Launch("plain_mlp", "first MLP layer", "triton", "the activation in the epilogue"))
     else:
         scale = "the norm is a row scale in its epilogue; " if statistics else ""
         steps.append(Launch("gated_mlp", "gate and up", "triton", scale + "both products and the activation"))
-    steps += output("down", "mlp_out_norm")
+    steps += output("down", "down", "mlp_out_norm")
     return Plan(tuple(steps), statistics, decode)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -39,6 +39,7 @@ class Call(NamedTuple):
     causal: bool
     update: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None
     compute_dtype: torch.dtype | None
+    own: Mapping[str, nn.Module]
 
 
 def prepare(
@@ -80,24 +81,14 @@ def prepare(
                 return f"{wanted} are recorded"
     if not compiling and _has_any_global_hook():
         return "global module hooks are registered"
-    if forward_ad._current_level >= 0:
-        return "forward-mode differentiation is on"
-    if not compiling and torch._C._functorch.peek_interpreter_stack() is not None:
-        return "a torch.func transform is on"
-    compute = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
-    if compute is not None and compute not in (torch.bfloat16, torch.float16):
-        return f"autocast to {compute}"
-    tensor_reason = _tensors(binding, x, embeddings, compute)
-    if tensor_reason:
-        return tensor_reason
+    compute, reason = compute_dtype(binding, x, embeddings)
+    if reason:
+        return reason
 
     attention = binding.attention
     implementation = attention.config._attn_implementation
     if implementation not in IMPLEMENTATIONS:
         return f"attention implementation {implementation!r}"
-    for module, rate, path in binding.dropouts:
-        if module.training and getattr(module, rate):
-            return f"{path}={getattr(module, rate)} in training"
     seq = x.shape[1]
     causal = False
     if mask is None:
@@ -109,7 +100,24 @@ def prepare(
             return mask_reason
     cos, sin = embeddings if binding.spec.rope else (None, None)
     update = None if cache is None else _updater(attention, cache, cache_names, arguments, seq if causal else None)
-    return Call(binding.spec, binding.weights, cos, sin, mask, causal, update, compute)
+    return Call(binding.spec, binding.weights, cos, sin, mask, causal, update, compute, binding.own)
+
+
+def compute_dtype(binding: Binding, x: Tensor, embeddings: Any) -> tuple[torch.dtype | None, str | None]:
+    """(dtype to multiply in under autocast, else None; why no kernel takes such tensors, or takes them now, else None)."""
+    if forward_ad._current_level >= 0:
+        return None, "forward-mode differentiation is on"
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        return None, "a torch.func transform is on"
+    compute = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
+    if compute is not None and compute not in (torch.bfloat16, torch.float16):
+        return None, f"autocast to {compute}"
+    if reason := _tensors(binding, x, embeddings, compute):
+        return None, reason
+    for module, rate, path in binding.dropouts:
+        if module.training and getattr(module, rate):
+            return None, f"{path}={getattr(module, rate)} in training"
+    return compute, None
 
 
 def _tensors(binding: Binding, x: Tensor, embeddings: Any, compute: torch.dtype | None) -> str | None:

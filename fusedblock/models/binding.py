@@ -44,12 +44,13 @@ class Binding(NamedTuple):
     facts: tuple[tuple[nn.Module | None, str, Any], ...]  # (module, or None for the layer; attribute; what the spec was made of)
     dropouts: tuple[tuple[nn.Module, str, str], ...]  # (module, attribute, path): rates that must be 0 in training
     partial: bool  # tables may be narrower than a head
+    own: Mapping[str, nn.Module]  # weight -> the module that adapts it, which runs itself
 
 
 def activation_of(function: Any) -> str | None:
     """The activation's name in fusedblock.blocks, or None."""
     name = type(function).__name__
-    if type(function).__module__ not in ("torch.nn.modules.activation", "transformers.activations"):
+    if type(function).__module__ not in ("torch.nn.modules.activation", "transformers.activations", "fusedblock.models.block"):
         return None
     if name in ("SiLU", "SiLUActivation"):
         return "silu"
@@ -96,6 +97,8 @@ def is_bound(method: Any, module: nn.Module, function: Any) -> bool:
     return isinstance(method, types.MethodType) and method.__self__ is module and method.__func__ is function
 
 
+# An adapter is run where its linear layer would have been, whatever it then does: scale, drop out, be merged or off.
+_ADAPTER = "peft.tuners.lora.layer.Linear"
 # Fields of BlockSpec that the table fixes.
 _OPTIONS = ("weight_offset", "round_early", "norm", "residual", "qkv_layout", "qk_norm", "rope", "tables", "mlp")
 
@@ -118,6 +121,10 @@ def _owner(layer: nn.Module, path: str) -> tuple[nn.Module | None, str]:
     return (_at(layer, parent) if parent else None), name
 
 
+def _dotted(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
 def type_name(value: Any) -> str:
     cls = type(value)
     return cls.__qualname__ if cls.__module__ in ("builtins", "torch") else f"{cls.__module__}.{cls.__qualname__}"
@@ -128,7 +135,7 @@ def _refusal(path: str, module: Any, expected: str, capturing: bool = False) -> 
     if not isinstance(module, nn.Module):
         return f"{path} is {type_name(module)}, not a module"
     cls = type(module)
-    if expected and f"{cls.__module__}.{cls.__qualname__}" != expected:
+    if expected and _dotted(module) != expected:
         shown = expected.rpartition(".")[2]
         return f"{path} is {type_name(module)}, not {'torch.nn.' if expected.startswith('torch.') else ''}{shown}"
     if expected and (reason := patched(cls)):
@@ -208,10 +215,16 @@ def _bind(layer: nn.Module, spec: LayerSpec) -> Binding:
     modules: dict[str, nn.Module] = {}
     heads = ("q_norm", "k_norm") if options["qk_norm"] else ()
     places = {**norms, **{n: f"{spec.attention}.{getattr(spec, n)}" for n in heads}}
-    for expected, group in ((norm_class, places), (spec.linear_class, spec.linears)):
-        for name, path in group.items():
-            children.append(_child(layer, path, expected))
-            modules[name] = children[-1].module
+    for name, path in places.items():
+        children.append(_child(layer, path, norm_class))
+        modules[name] = children[-1].module
+    own: dict[str, nn.Module] = {}
+    for name, path in spec.linears.items():
+        if _dotted(_at(layer, path)) == _ADAPTER:
+            children.append(_child(layer, path, _ADAPTER))
+            own[name], path = children[-1].module, path + ".base_layer"
+        children.append(_child(layer, path, spec.linear_class))
+        modules[name] = children[-1].module
     children.append(_child(layer, spec.activation, ""))
     activation = children[-1].module
     dropouts = []
@@ -226,6 +239,8 @@ def _bind(layer: nn.Module, spec: LayerSpec) -> Binding:
         raise _Unfit(reason)
 
     slots = _slots(modules)
+    if own.keys() & {"q", "k", "v"} and any(p.dim() > 1 for p in (slots[n][2] for n in heads) if p is not None):
+        raise _Unfit("an adapter before norms with weights for every head")
     weights = BlockWeights(**{name: slot[2] for name, slot in slots.items()})  # type: ignore[arg-type]
     for path in norms.values():
         fact(f"{path}.{spec.eps}")
@@ -241,7 +256,7 @@ def _bind(layer: nn.Module, spec: LayerSpec) -> Binding:
         transposed=spec.linear_class.endswith("Conv1D"), norms=" ".join(norms),
     )  # fmt: skip
     return Binding(block, weights, attention, activation, tuple(children), tuple(slots.values()), tuple(facts), tuple(dropouts),
-                   spec.partial)  # fmt: skip
+                   spec.partial, own)  # fmt: skip
 
 
 def _slots(modules: Mapping[str, nn.Module]) -> dict[str, tuple[dict[str, Any], str, Tensor | None]]:

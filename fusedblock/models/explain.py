@@ -89,5 +89,6 @@ def _plans(bound: Binding, asked: list[Workload], target: Any) -> Iterator[tuple
     dtype = bound.weights.q.dtype
     for w in asked:
         yield f"{w}, {str(dtype).removeprefix('torch.')}", blocks.plan(
-            bound.spec, batch=w.batch, seq=w.seq, context=w.context, dtype=dtype, training=w.phase == "train", target=target
-        )
+            bound.spec, batch=w.batch, seq=w.seq, context=w.context, dtype=dtype, training=w.phase == "train", target=target,
+            own=tuple(bound.own),
+        )  # fmt: skip

@@ -61,7 +61,7 @@ class FusedLayer(nn.Module):
             self.__dict__[STATE].calls.fused += 1
         return blocks.forward(
             call.spec, call.weights, hidden_states, call.cos, call.sin, mask=call.mask, causal=call.causal, update=call.update,
-            compute_dtype=call.compute_dtype,
+            compute_dtype=call.compute_dtype, own=call.own,
         )  # fmt: skip
 
     def _fusedblock_call(self, hidden_states: Tensor, arguments: dict[str, Any]) -> adapter.Call | str:
@@ -120,9 +120,7 @@ def _fused_class(original: type[nn.Module]) -> type[FusedLayer]:
         "_fusedblock_original": original,
         "_fusedblock_spec": table.SPECS[known.__name__],
         "_fusedblock_arguments": names,
-        # transformers 5.24 renamed past_key_values to cache and still takes the old name.
-        "_fusedblock_cache_names": ("cache", "past_key_values") if "cache" in names else
-        ("layer_past",) if "layer_past" in names else ("past_key_values",),
+        "_fusedblock_cache_names": adapter.cache_names(original),
         "_fusedblock_collector": getattr(capturing, "_active_collector", None),
     }
     return _classes.setdefault(original, type(original.__name__, (FusedLayer, original), namespace))
