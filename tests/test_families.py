@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import families
 import pytest
 import torch
 from llama import assert_same_tokens, prompt, relative_error
 from test_llama_numerics import IMPLEMENTATIONS, root_mean_square
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import fusedblock
-from fusedblock.models.table import SPECS
+from fusedblock.models import table
+from fusedblock.models.families import markdown
 
 
 def outcome(name: str, model: nn.Module, pad: int, seq: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -55,7 +60,13 @@ def check(name: str, model: nn.Module, dtype: torch.dtype, pad: int, seq: int = 
 
 
 def test_every_entry_of_the_table_is_tested() -> None:
-    assert {spec.family for spec in SPECS.values()} == {family for family, _ in families.CONFIGS.values()}
+    assert {spec.family for spec in table.SPECS.values()} == {family for family, _ in families.CONFIGS.values()}
+
+
+def test_the_table_of_the_readme_is_the_registry() -> None:
+    readme = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+    shown = readme.split("<!-- families: begin")[1].split("<!-- families: end -->")[0]
+    assert shown.partition("\n")[2].strip() == markdown()
 
 
 @pytest.mark.parametrize("pad", (0, 3), ids=("whole", "padded"))
@@ -79,6 +90,39 @@ def test_generate(name: str, pad: int, implementation: str) -> None:
         arguments = {"attention_mask": mask, "max_new_tokens": 16, "do_sample": False, **kwargs}
         assert_same_tokens(model, model.generate(ids, **arguments), fused.generate(ids, **arguments), mask)
     assert report.fused_calls > 16 and not report.fallbacks
+
+
+def test_the_worked_example_of_contributing_adds_a_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).resolve().parent.parent / "CONTRIBUTING.md").read_text()
+    entry, config = re.findall(r"^(?:_decoder\(|\"seed_oss\": ).*$", text, re.M)
+    (spec,) = eval(f"({entry})", vars(table))
+    monkeypatch.setitem(table.SPECS, spec.layer_class, spec)
+    monkeypatch.setitem(families.CONFIGS, *eval(f"{{{config}}}").popitem())
+    for implementation, pad in (("sdpa", 3), ("eager", 0)):
+        check("seed_oss", families.build("seed_oss", implementation, attention_bias=True), torch.float32, pad)
+
+
+WAITING = {
+    "gemma2": {"head_dim": 16}, "mixtral": {"num_local_experts": 4}, "gpt_oss": {"head_dim": 16, "num_local_experts": 4},
+    "deepseek_v3": {"num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+                    "qk_nope_head_dim": 16, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 48},
+    "modernbert": {"num_hidden_layers": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", WAITING)
+def test_a_family_that_waits_for_kernels_runs_as_before_and_says_why(family: str) -> None:
+    made = AutoConfig.for_model(family, **{**families.SIZES, **WAITING[family]})
+    model = (AutoModel if family == "modernbert" else AutoModelForCausalLM).from_config(made).eval()
+    ids, _ = prompt()
+    with torch.no_grad():
+        want = families.values(model(ids))
+        report = fusedblock.fuse(model)
+        assert torch.equal(families.values(model(ids)), want)
+    assert report.fused == 0 and len(report.layers) == 2
+    assert all(record.status == "fallback" and "no kernel yet" in record.reason for record in report.layers)
+    with pytest.raises(ValueError, match="no kernel yet"):
+        fusedblock.fuse(model, strict=True)
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True, pretty_exceptions_enable=False, help=(
-    "Fused Triton kernels under Hugging Face Llama layers: see them work, measure them, check them."))  # fmt: skip
+    "Fused Triton kernels under Hugging Face layers: see them work, measure them, check them."))  # fmt: skip
 
 
 class Phase(str, enum.Enum):
@@ -186,3 +186,17 @@ def doctor() -> None:
     from .doctor import run
 
     raise typer.Exit(0 if run(console()) else 1)
+
+
+@app.command()
+def families(markdown: Annotated[bool, typer.Option("--markdown", help="As the table of the README.")] = False) -> None:
+    """The architectures whose layers can be fused."""
+    from fusedblock.models.families import HEADER, rows
+    from fusedblock.models.families import markdown as as_markdown
+
+    if markdown:
+        typer.echo(as_markdown())
+        return
+    from .console import table
+
+    console().print(table(HEADER, rows()))
