@@ -1,6 +1,7 @@
 """Fused transformer-block operators in Triton, and the layer swap that puts them under HuggingFace-style models.
 
     fuse, unfuse, explain                        swap the decoder layers of a model; undo; which kernels run and why
+    FusedBlock, BlockConfig, KVCache             one layer as a module of its own, without transformers
     load_safetensors, save_safetensors           weights, under their original names
     measure                                      launches, HBM bytes, FLOPs and time before and after fusion
     options                                      debug checks, equal bits from run to run, equal bits whatever the batch
@@ -18,8 +19,9 @@ __version__ = "0.1.0"
 
 # Public name -> module that holds it. Resolved on first use: importing fusedblock costs nothing beyond torch.
 _PUBLIC = {
-    "attention": "ops", "gated_mlp": "ops", "layer_norm": "ops", "linear": "ops", "plain_mlp": "ops", "qkv_rope": "ops", "rms_norm": "ops",
-    "rope": "ops",
+    "attention": "ops", "gated_mlp": "ops", "layer_norm": "ops", "linear": "ops", "plain_mlp": "ops", "qkv_rope": "ops",
+    "rms_norm": "ops", "rope": "ops",
+    "BlockConfig": "models", "FusedBlock": "models", "KVCache": "cache",
     "explain": "models", "fuse": "models", "unfuse": "models",
     "load_safetensors": "models", "save_safetensors": "models",
     "measure": "metering",

@@ -66,6 +66,8 @@ class Checkpoint:
     Args:
         path: a ``.safetensors`` file, an index ``.json`` file, or a directory with ``model.safetensors`` or, failing that,
             ``model.safetensors.index.json``.
+        prefix: only the names that start with it. The shards that the index gives none of them are not opened, and need not be
+            there.
 
     Raises:
         FileNotFoundError: ``path`` or, for a directory, a checkpoint in it does not exist.
@@ -75,14 +77,14 @@ class Checkpoint:
     A context manager; leaving it unmaps the files. Tensors already read stay valid.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], prefix: str = "") -> None:
         self.path = Path(path)
         self._handles: dict[Path, Any] = {}
         source = _resolve(self.path)
         if source.suffix == ".json":
-            self._entries = _read_sharded(source)
+            self._entries = _read_sharded(source, prefix)
         else:
-            self._entries = _read_header(source)
+            self._entries = {key: entry for key, entry in _read_header(source).items() if key.startswith(prefix)}
         try:
             for file in self.files or (source,):
                 self._handles[file] = safe_open(file, framework="pt", device="cpu")
@@ -164,10 +166,22 @@ def _resolve(path: Path) -> Path:
     return path
 
 
-def _read_sharded(index: Path) -> dict[str, _Entry]:
+def names_of(path: str | os.PathLike[str]) -> tuple[str, ...]:
+    """The names in the checkpoint at ``path``, as `Checkpoint` takes it. Of a sharded one, only the index is read."""
+    source = _resolve(Path(path))
+    return tuple(_weight_map(source) if source.suffix == ".json" else _read_header(source))
+
+
+def _weight_map(index: Path) -> dict[str, str]:
     weight_map = _read_json(index.read_bytes(), index, "index").get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{index}: has no weight_map from names to file names")
+    return weight_map
+
+
+def _read_sharded(index: Path, prefix: str) -> dict[str, _Entry]:
+    whole = _weight_map(index)
+    weight_map = {key: name for key, name in whole.items() if key.startswith(prefix)}
     first_key = {name: key for key, name in reversed(weight_map.items())}
     headers: dict[str, dict[str, _Entry]] = {}
     for name, key in first_key.items():
@@ -179,10 +193,10 @@ def _read_sharded(index: Path) -> dict[str, _Entry]:
 
     for name, header in headers.items():
         for key in header:
-            owner = weight_map.get(key)
+            owner = whole.get(key)
             if owner is None:
                 raise CheckpointError(f"{index.parent / name}: holds {key!r}, which {index.name} does not list")
-            if owner != name and key in headers[owner]:
+            if owner != name and key in headers.get(owner, ()):
                 raise CheckpointError(f"{index}: duplicate key {key!r}, in {name!r} and in {owner!r}")
     for key, name in weight_map.items():
         if key not in headers[name]:

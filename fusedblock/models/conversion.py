@@ -100,6 +100,11 @@ def sources_of(target: nn.Module, keys: Collection[str], checkpoint: Checkpoint)
     return sources
 
 
+def has_other_names(target: nn.Module) -> bool:
+    """Whether names in checkpoints of the target's model may differ from the module's own."""
+    return bool(_rules(target))
+
+
 def original_state(model: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """``state`` under the names and in the layout of the model's checkpoints, as ``save_pretrained`` writes them."""
     if not _is_pretrained(model):

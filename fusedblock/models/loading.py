@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..io import Checkpoint, CheckpointError, write_checkpoint
-from .conversion import Source, original_state, sources_of
+from ..io import Checkpoint, CheckpointError, names_of, write_checkpoint
+from .conversion import Source, has_other_names, original_state, sources_of
 
 __all__ = ["CheckpointError", "LoadReport", "load_safetensors", "save_safetensors"]
 
@@ -87,8 +87,9 @@ def load_safetensors(
         strict: raise if a key is missing or unexpected, instead of saying so in the report. A missing tensor keeps its values,
             or stays on meta.
         prefix: the part of the checkpoint that belongs to the target, such as ``"model.layers.3"``; names outside it are not
-            looked at. None: the whole checkpoint if it has any of the target's own keys, else the one prefix under which it has
-            all of them. For a layer with a ``layer_idx``, as in HuggingFace models, that is the layer of this index.
+            looked at, and shards without any name under it are not opened. None: the whole checkpoint if it has any of the
+            target's own keys, else the one prefix under which it has all of them. For a layer with a ``layer_idx``, as in
+            HuggingFace models and FusedBlock, that is the layer of this index.
 
     Returns:
         The keys loaded, missing and unexpected.
@@ -107,12 +108,14 @@ def load_safetensors(
     _check_slots(slots, device)
     groups = _tied_groups(slots)
     where = torch.device("cpu" if device is None else device)
-    with Checkpoint(path) as checkpoint:
+    prefix = prefix.removesuffix(".") + "." if prefix else prefix
+    renames = has_other_names(target)  # then the names in the files are not those of the target
+    if prefix is None and not renames:
+        prefix = _find_prefix(target, groups, names_of(path), Path(path))
+    with Checkpoint(path, "" if renames else prefix or "") as checkpoint:
         sources = sources_of(target, {slot.key for slot in slots}, checkpoint)
         if prefix is None:
             prefix = _find_prefix(target, groups, sources, checkpoint.path)
-        elif prefix:
-            prefix = prefix.removesuffix(".") + "."
         sources = {name[len(prefix) :]: source for name, source in sources.items() if name.startswith(prefix)}
         loads, report = _plan(target, groups, sources, dtype, strict, checkpoint.path, prefix)
         buffers = _initial_buffers(target, where)

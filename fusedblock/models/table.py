@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+_ATTENTION_BIAS: dict[str, str | bool] = {"qkv": "attention_bias", "o": "attention_bias", "mlp": False}
 _TORCH_NORM = "torch.nn.modules.normalization.LayerNorm"
 _CONV1D = "transformers.pytorch_utils.Conv1D"
 
@@ -21,9 +23,17 @@ class LayerSpec:
     arithmetic the fused layer replaces. norm_class and linear_class: of its norms and linear layers, in `module` unless dotted.
     norm paths: "" where the architecture has none; attn_out_norm and mlp_out_norm follow a branch. qkv: the one fused projection,
     instead of q, k, v. gate "": an MLP of two layers, or with mlp "gated_stacked" the gate is the first half of `up`.
-    q_norm, k_norm: names in the attention, for layers that have them. dropouts: modules or numbers that must be zero in training.
+    q_norm, k_norm: names in the attention, for layers that have them. dropouts: modules or numbers that must be zero in training,
+    and the word of the config that sets them.
     switches: what live attributes decide: path -> (field of BlockSpec, {value: field's value}). refused: path of an attribute ->
     why no kernel exists if it is true. partial: the tables may be narrower than a head.
+
+    The rest is for FusedBlock, which builds the layer without transformers. words: words of its config.json beside those that
+    `config_words` derives, and the values transformers gives them where they are absent. aliases: other names of words. biases:
+    which of the linear layers have one, or the word that decides. scale: the word for the softmax scale, "" for
+    head_dim**-0.5. causal: whether a query sees earlier keys only, or the word that decides. head_weights: q_norm and k_norm
+    have weights for every head. shared_norm: with parallel branches there is no mlp_norm. ffn_ratio: intermediate_size by
+    hidden_size where the config gives none. rope_kinds: what the family takes a rope_type for.
     """
 
     family: str
@@ -50,7 +60,7 @@ class LayerSpec:
     activation: str = "mlp.act_fn"
     eps: str = "variance_epsilon"
     head_dim: str = "head_dim"
-    dropouts: tuple[str, ...] = ("self_attn.attention_dropout",)
+    dropouts: Mapping[str, str] = field(default_factory=lambda: {"self_attn.attention_dropout": "attention_dropout"})
     branch_scale: str = ""
     switches: Mapping[str, tuple[str, Mapping[bool, str]]] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -64,6 +74,15 @@ class LayerSpec:
     tables: str = "halves"
     partial: bool = False
     mlp: str = "gated"
+    words: Mapping[str, Any] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    biases: Mapping[str, str | bool] = field(default_factory=lambda: {**_ATTENTION_BIAS})
+    scale: str = ""
+    causal: str | bool = True
+    head_weights: bool = False
+    shared_norm: bool = False
+    ffn_ratio: int = 0
+    rope_kinds: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def home(self) -> str:
@@ -83,18 +102,41 @@ class LayerSpec:
                  "o": self.o, "gate": self.gate, "up": self.up, "down": self.down}  # fmt: skip
         return {name: path for name, path in every.items() if path}
 
+    @property
+    def config_words(self) -> dict[str, Any]:
+        """Every word of the config that the layer reads, beside its sizes -> value where it is absent."""
+        words: dict[str, Any] = {"hidden_act": "silu"}
+        words |= {"rms_norm_eps": 1e-6} if self.norm == "rms" else {"layer_norm_eps": 1e-5}
+        if self.rope:
+            words |= {"rope_theta": 10000.0, "rope_parameters": None, "max_position_embeddings": None}
+        if self.partial:
+            words["partial_rotary_factor"] = 1.0
+        words |= {word: False for word in self.biases.values() if isinstance(word, str)}
+        words |= {word: 0.0 for word in self.dropouts.values()}
+        words |= {path.rpartition(".")[2]: False for path in self.refused}
+        if isinstance(self.causal, str):
+            words[self.causal] = False
+        return words | dict(self.words)
+
 
 def _decoder(family: str, name: str, **options: object) -> LayerSpec:
     """A decoder layer with Llama's names; its classes start with `name`."""
     classes = {"self_attn": f"{name}Attention", "mlp": f"{name}MLP"}
-    given = {"layer_class": f"{name}DecoderLayer", "norm_class": f"{name}RMSNorm", "classes": classes, **options}
+    names = {"layer_class": f"{name}DecoderLayer", "norm_class": f"{name}RMSNorm", "classes": classes}
+    given = {**names, "words": _GROUPS, **options}
     return LayerSpec(family, **given)  # type: ignore[arg-type]
 
 
-_LLAMA = _decoder("llama", "Llama")
+_GROUPS = {"num_key_value_heads": None, "head_dim": None}
+_WINDOWS = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28, "layer_types": None}
+_BIASES = {"qkv": True, "o": True, "mlp": True}
+_NO_BIASES = dict.fromkeys(_BIASES, False)
+_LLAMA_BIASES = {**_ATTENTION_BIAS, "mlp": "mlp_bias"}
+_LLAMA = _decoder("llama", "Llama", biases=_LLAMA_BIASES)
 _PLAIN_MLP = {"mlp": "plain", "gate": ""}
 _FUSED_GATE_UP = {"mlp": "gated_stacked", "gate": "", "up": "mlp.gate_up_proj", "activation": "mlp.activation_fn"}
 _LAYER_NORM = {"norm": "layer", "norm_class": _TORCH_NORM, "eps": "eps"}
+_ENCODER = {"hidden_act": "gelu", "layer_norm_eps": 1e-12}
 _BERT = LayerSpec(
     "bert", "BertLayer",
     {"attention": "BertAttention", "attention.self": "BertSelfAttention", "attention.output": "BertSelfOutput",
@@ -102,24 +144,42 @@ _BERT = LayerSpec(
     attention="attention.self", attn_norm="", attn_out_norm="attention.output.LayerNorm", mlp_norm="",
     mlp_out_norm="output.LayerNorm", q="attention.self.query", k="attention.self.key", v="attention.self.value",
     o="attention.output.dense", up="intermediate.dense", down="output.dense", activation="intermediate.intermediate_act_fn",
-    head_dim="attention_head_size", dropouts=("attention.self.dropout", "attention.output.dropout", "output.dropout"),
-    residual="post", rope="", **_PLAIN_MLP, **_LAYER_NORM,
+    head_dim="attention_head_size", residual="post", rope="", biases=_BIASES, causal="is_decoder",
+    words={**_ENCODER, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
+    dropouts={"attention.self.dropout": "attention_probs_dropout_prob", "attention.output.dropout": "hidden_dropout_prob",
+              "output.dropout": "hidden_dropout_prob"},
+    **_PLAIN_MLP, **_LAYER_NORM,
 )  # fmt: skip
 
 _ENTRIES = (
     _LLAMA,
-    _decoder("mistral", "Mistral"),
-    _decoder("qwen2", "Qwen2"),
-    _decoder("qwen3", "Qwen3", qk_norm="head"),
-    _decoder("gemma", "Gemma", eps="eps", weight_offset=1.0, round_early=False),
     _decoder(
-        "phi3", "Phi3", qkv="self_attn.qkv_proj", qkv_layout="stacked", partial=True, **_FUSED_GATE_UP,
-        dropouts=("self_attn.attention_dropout", "resid_attn_dropout", "resid_mlp_dropout"),
+        "mistral", "Mistral", biases=_NO_BIASES, words={**_GROUPS, "num_key_value_heads": 8, "sliding_window": 4096},
+    ),
+    _decoder(
+        "qwen2", "Qwen2", biases={**_NO_BIASES, "qkv": True}, words={**_GROUPS, "num_key_value_heads": 32, **_WINDOWS},
+    ),
+    _decoder("qwen3", "Qwen3", qk_norm="head", words={"num_key_value_heads": 32, "head_dim": 128, **_WINDOWS}),
+    _decoder(
+        "gemma", "Gemma", eps="eps", weight_offset=1.0, round_early=False,
+        words={"num_key_value_heads": 16, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+               "use_bidirectional_attention": False},
+    ),
+    _decoder(
+        "phi3", "Phi3", qkv="self_attn.qkv_proj", qkv_layout="stacked", partial=True, biases=_NO_BIASES, **_FUSED_GATE_UP,
+        dropouts={"self_attn.attention_dropout": "attention_dropout", "resid_attn_dropout": "resid_pdrop",
+                  "resid_mlp_dropout": "resid_pdrop"},
+        words={**_GROUPS, "rms_norm_eps": 1e-5, "sliding_window": None}, rope_kinds={"su": "longrope", "yarn": "longrope"},
     ),  # fmt: skip
     LayerSpec(
         "gpt2", "GPT2Block", {"attn": "GPT2Attention", "mlp": "GPT2MLP"}, linear_class=_CONV1D, attention="attn",
         attn_norm="ln_1", mlp_norm="ln_2", qkv="attn.c_attn", qkv_layout="stacked", o="attn.c_proj", up="mlp.c_fc",
-        down="mlp.c_proj", activation="mlp.act", rope="", dropouts=("attn.attn_dropout", "attn.resid_dropout", "mlp.dropout"),
+        down="mlp.c_proj", activation="mlp.act", rope="", biases=_BIASES, ffn_ratio=4,
+        dropouts={"attn.attn_dropout": "attn_pdrop", "attn.resid_dropout": "resid_pdrop", "mlp.dropout": "resid_pdrop"},
+        words={"hidden_act": "gelu_new", "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
+               "attn_pdrop": 0.1, "resid_pdrop": 0.1},
+        aliases={"n_embd": "hidden_size", "n_head": "num_attention_heads", "n_inner": "intermediate_size",
+                 "n_layer": "num_hidden_layers", "activation_function": "hidden_act", "layer_norm_epsilon": "layer_norm_eps"},
         **_PLAIN_MLP, **_LAYER_NORM,
     ),
     LayerSpec(
@@ -127,26 +187,47 @@ _ENTRIES = (
         qkv="attention.query_key_value", qkv_layout="per_head", o="attention.dense", up="mlp.dense_h_to_4h",
         down="mlp.dense_4h_to_h", activation="mlp.act", head_dim="head_size", partial=True,
         switches={"use_parallel_residual": ("residual", {True: "parallel", False: "sequential"})},
-        dropouts=("attention.attention_dropout", "post_attention_dropout", "post_mlp_dropout"), **_PLAIN_MLP, **_LAYER_NORM,
+        dropouts={"attention.attention_dropout": "attention_dropout", "post_attention_dropout": "hidden_dropout",
+                  "post_mlp_dropout": "hidden_dropout"},
+        biases={**_ATTENTION_BIAS, "mlp": True}, aliases={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
+        words={"hidden_act": "gelu", "attention_bias": True, "use_parallel_residual": True, "partial_rotary_factor": 0.25},
+        **_PLAIN_MLP, **_LAYER_NORM,
     ),
     _decoder(
         "starcoder2", "Starcoder2", up="mlp.c_fc", down="mlp.c_proj", activation="mlp.act",
-        dropouts=("self_attn.attention_dropout", "self_attn.residual_dropout", "mlp.residual_dropout"),
+        dropouts={"self_attn.attention_dropout": "attention_dropout", "self_attn.residual_dropout": "residual_dropout",
+                  "mlp.residual_dropout": "residual_dropout"},
+        biases=dict.fromkeys(_BIASES, "use_bias"), aliases={"norm_epsilon": "layer_norm_eps"},
+        words={**_GROUPS, "num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh", "use_bias": True, "sliding_window": None},
         **_PLAIN_MLP, **_LAYER_NORM,
     ),
     _decoder(
         "olmo2", "Olmo2", attn_norm="", attn_out_norm="post_attention_layernorm", mlp_norm="",
-        mlp_out_norm="post_feedforward_layernorm", round_early=False, qk_norm="full",
+        mlp_out_norm="post_feedforward_layernorm", round_early=False, qk_norm="full", words={**_GROUPS, "rms_norm_eps": 1e-5},
     ),
     _decoder(
         "cohere", "Cohere", norm_class="CohereLayerNorm", norm="layer", mlp_norm="", residual="parallel", rope="interleaved",
-        tables="repeat", switches={"self_attn.use_qk_norm": ("qk_norm", {True: "head", False: ""})},
+        tables="repeat", switches={"self_attn.use_qk_norm": ("qk_norm", {True: "head", False: ""})}, head_weights=True,
+        words={**_GROUPS, "use_qk_norm": False, "rope_theta": 500000.0},
     ),
-    _decoder("granite", "Granite", branch_scale="residual_multiplier"),
-    _decoder("smollm3", "SmolLM3", switches={"self_attn.use_rope": ("rope", {True: "half", False: ""})}),
-    _decoder("glm", "Glm", rope="interleaved", partial=True, **_FUSED_GATE_UP),
     _decoder(
-        "stablelm", "StableLm", partial=True, dropouts=("self_attn.attention_dropout", "dropout"),
+        "granite", "Granite", branch_scale="residual_multiplier", scale="attention_multiplier", biases=_LLAMA_BIASES,
+        words={**_GROUPS, "residual_multiplier": 1.0, "attention_multiplier": 1.0},
+    ),
+    _decoder(
+        "smollm3", "SmolLM3", switches={"self_attn.use_rope": ("rope", {True: "half", False: ""})}, biases=_LLAMA_BIASES,
+        words={**_GROUPS, "num_key_value_heads": 4, "rope_theta": 2000000.0, "no_rope_layers": None, "no_rope_layer_interval": 4,
+               "sliding_window": None, "use_sliding_window": False, "layer_types": None},
+    ),
+    _decoder(
+        "glm", "Glm", rope="interleaved", partial=True, biases={**_NO_BIASES, "qkv": "attention_bias"}, **_FUSED_GATE_UP,
+        words={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5,
+               "attention_bias": True},
+    ),
+    _decoder(
+        "stablelm", "StableLm", partial=True, shared_norm=True, biases={**_NO_BIASES, "qkv": "use_qkv_bias"},
+        dropouts={"self_attn.attention_dropout": "attention_dropout", "dropout": "hidden_dropout"},
+        words={"num_key_value_heads": 32, "use_parallel_residual": False, "partial_rotary_factor": 0.25},
         switches={"use_parallel_residual": ("residual", {True: "parallel", False: "sequential"})},
         refused={"self_attn.qk_layernorm": "a LayerNorm of its own for every head has no kernel"}, **_LAYER_NORM,
     ),
@@ -158,11 +239,13 @@ _ENTRIES = (
     LayerSpec(
         "vit", "ViTLayer", {"attention": "ViTAttention", "mlp": "ViTMLP"}, attention="attention", attn_norm="layernorm_before",
         mlp_norm="layernorm_after", q="attention.q_proj", k="attention.k_proj", v="attention.v_proj", o="attention.o_proj",
-        up="mlp.fc1", down="mlp.fc2", activation="mlp.activation_fn", rope="",
-        dropouts=("attention.attention_dropout", "dropout"), **_PLAIN_MLP, **_LAYER_NORM,
+        up="mlp.fc1", down="mlp.fc2", activation="mlp.activation_fn", rope="", causal=False,
+        dropouts={"attention.attention_dropout": "attention_probs_dropout_prob", "dropout": "hidden_dropout_prob"},
+        biases={**_BIASES, "qkv": "qkv_bias"}, words={**_ENCODER, "qkv_bias": True}, **_PLAIN_MLP, **_LAYER_NORM,
     ),
 )  # fmt: skip
 SPECS = {spec.layer_class: spec for spec in _ENTRIES}
+FAMILIES = {spec.family: spec for spec in _ENTRIES}
 
 # Layers that transformers has and no kernel takes yet: module under transformers.models -> class -> what is missing.
 WAITING = {

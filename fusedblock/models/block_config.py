@@ -1,0 +1,305 @@
+"""What a FusedBlock is made of, in the words of transformers' config.json, read without transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from . import table
+
+_DERIVED = ("num_key_value_heads", "head_dim")
+_SIZES = ("model_type", "hidden_size", "intermediate_size", "num_attention_heads", "layer_idx")
+_OLD_WORDS = {"rope_scaling": "rope_parameters"}
+# The keys of rope_parameters that each kind of scaling reads.
+ROPE_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
+             "mscale_all_dim", "truncate"),
+}  # fmt: skip
+_ROPE_REQUIRED = {**ROPE_KEYS, "yarn": ("factor", "original_max_position_embeddings")}
+# Words whose null in a config.json says something. Any other null means the default.
+_NULLABLE = frozenset({"num_key_value_heads", "head_dim", "sliding_window", "intermediate_size"})
+
+
+class _Default:
+    def __repr__(self) -> str:
+        return "<transformers' default>"
+
+    def __reduce__(self) -> str:
+        return "DEFAULT"
+
+
+DEFAULT: Any = _Default()
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class BlockConfig:
+    """Sizes and numerics of one transformer layer, in the words of transformers' configs.
+
+    A word left out has the value that transformers gives it for this model_type; the object shows the values in force. Words
+    that the model_type does not have are None, and giving one is an error.
+
+    Args:
+        model_type: "llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "gpt2", "gpt_neox", "starcoder2", "olmo2", "cohere",
+            "granite", "smollm3", "glm", "stablelm", "bert", "roberta" or "vit".
+        hidden_size, intermediate_size, num_attention_heads: sizes.
+        layer_idx: which layer of the model it is. It decides the slot in a cache, the layer that `load_safetensors` looks for,
+            and in some families numerics: layers without rope (SmolLM3), windows, GPT-2's scaling by layer.
+        num_key_value_heads, head_dim: None means num_attention_heads and hidden_size // num_attention_heads, which are also the
+            defaults of most families.
+        hidden_act: "silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu" or "relu2", also under transformers' other names.
+        rms_norm_eps, layer_norm_eps: whichever norm the family has.
+        rope_theta, partial_rotary_factor, rope_parameters: rope_parameters is a dictionary with "rope_type" ("default", "linear",
+            "llama3" or "yarn"; with others, position_embeddings must be given to the block) and what that type takes.
+        sliding_window: how many tokens a token sees, itself among them; None: all before it.
+
+    The other words are transformers' too. Raises ValueError naming the word and what contradicts it.
+    """
+
+    model_type: str
+    hidden_size: int
+    num_attention_heads: int
+    intermediate_size: int | None = DEFAULT
+    layer_idx: int = 0
+    num_key_value_heads: int | None = DEFAULT
+    head_dim: int | None = DEFAULT
+    hidden_act: str | None = DEFAULT
+    rms_norm_eps: float | None = DEFAULT
+    layer_norm_eps: float | None = DEFAULT
+    attention_bias: bool | None = DEFAULT
+    mlp_bias: bool | None = DEFAULT
+    qkv_bias: bool | None = DEFAULT
+    use_bias: bool | None = DEFAULT
+    use_qkv_bias: bool | None = DEFAULT
+    use_qk_norm: bool | None = DEFAULT
+    qk_layernorm: bool | None = DEFAULT
+    use_parallel_residual: bool | None = DEFAULT
+    residual_multiplier: float | None = DEFAULT
+    attention_multiplier: float | None = DEFAULT
+    scale_attn_weights: bool | None = DEFAULT
+    scale_attn_by_inverse_layer_idx: bool | None = DEFAULT
+    is_decoder: bool | None = DEFAULT
+    use_bidirectional_attention: bool | None = DEFAULT
+    rope_theta: float | None = DEFAULT
+    partial_rotary_factor: float | None = DEFAULT
+    rope_parameters: Mapping[str, Any] | None = field(default=DEFAULT, hash=False)
+    max_position_embeddings: int | None = DEFAULT
+    no_rope_layers: tuple[int, ...] | None = DEFAULT
+    no_rope_layer_interval: int | None = DEFAULT
+    sliding_window: int | None = DEFAULT
+    use_sliding_window: bool | None = DEFAULT
+    max_window_layers: int | None = DEFAULT
+    layer_types: tuple[str, ...] | None = DEFAULT
+    attention_dropout: float | None = DEFAULT
+    hidden_dropout: float | None = DEFAULT
+    residual_dropout: float | None = DEFAULT
+    attn_pdrop: float | None = DEFAULT
+    resid_pdrop: float | None = DEFAULT
+    hidden_dropout_prob: float | None = DEFAULT
+    attention_probs_dropout_prob: float | None = DEFAULT
+
+    def __post_init__(self) -> None:
+        spec = table.FAMILIES.get(self.model_type)
+        if spec is None:
+            raise ValueError(f"BlockConfig: model_type={self.model_type!r}, expected one of {', '.join(table.FAMILIES)}")
+        words = spec.config_words
+        for name in (f.name for f in fields(self)):
+            value = getattr(self, name)
+            if isinstance(value, list):
+                self._set(name, tuple(value))
+            if name in _SIZES or (name in _DERIVED and name not in words and value is not DEFAULT):
+                continue
+            if name not in words and value not in (None, DEFAULT):
+                raise ValueError(
+                    f"BlockConfig: {name}={value!r}, but model_type={self.model_type!r} has no such word; it has "
+                    f"{', '.join(sorted(words))}"
+                )
+            if value is DEFAULT or (value is None and name not in _NULLABLE):
+                self._set(name, words.get(name))
+        if self.intermediate_size in (None, DEFAULT):
+            self._set("intermediate_size", spec.ffn_ratio * self.hidden_size or None)
+        for name in ("hidden_size", "intermediate_size", "num_attention_heads"):
+            self._positive(name)
+        self._heads(words)
+        if spec.rope:
+            self._rope(words)
+        for name in ("rms_norm_eps", "layer_norm_eps", "rope_theta"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"BlockConfig: {name}={value!r}, expected a positive number")
+        if not isinstance(self.layer_idx, int) or self.layer_idx < 0:
+            raise ValueError(f"BlockConfig: layer_idx={self.layer_idx!r}, expected a layer's number, from 0 on")
+        for name in ("layer_types", "no_rope_layers"):
+            listed = getattr(self, name)
+            if listed is not None and self.layer_idx >= len(listed):
+                raise ValueError(f"BlockConfig: layer_idx={self.layer_idx}, but {name} has {len(listed)} entries")
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _positive(self, name: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"BlockConfig: {name}={value!r}, expected a positive integer")
+
+    def _heads(self, words: Mapping[str, Any]) -> None:
+        heads = self.num_attention_heads
+        if self.num_key_value_heads is None:
+            self._set("num_key_value_heads", heads)
+        if self.head_dim is None:
+            if self.hidden_size % heads:
+                raise ValueError(
+                    f"BlockConfig: hidden_size={self.hidden_size} is no multiple of num_attention_heads={heads}"
+                    + (", and no head_dim is given" if "head_dim" in words else "")
+                )
+            self._set("head_dim", self.hidden_size // heads)
+        for name in _DERIVED:
+            self._positive(name)
+        for name, value in zip(_DERIVED, (heads, self.hidden_size // heads)):
+            if name not in words and getattr(self, name) != value:
+                raise ValueError(
+                    f"BlockConfig: {name}={getattr(self, name)}, but with model_type={self.model_type!r}, "
+                    f"hidden_size={self.hidden_size} and num_attention_heads={heads} it is {value}"
+                )
+        if heads % self.num_key_value_heads:  # type: ignore[operator]
+            default = words.get("num_key_value_heads") == self.num_key_value_heads
+            raise ValueError(
+                f"BlockConfig: num_attention_heads={heads} is no multiple of num_key_value_heads={self.num_key_value_heads}"
+                + (f", the default of {self.model_type}" if default else "")
+            )
+
+    def _rope(self, words: Mapping[str, Any]) -> None:
+        """Out of rope_parameters what are fields of their own, and check the rest by its type."""
+        given = dict(self.rope_parameters or {})
+        kinds = [given.pop(word) for word in ("rope_type", "type") if word in given]
+        if len(set(kinds)) > 1:
+            raise ValueError(f"BlockConfig: rope_parameters have rope_type={kinds[0]!r} and type={kinds[1]!r}")
+        for name in ("rope_theta", "partial_rotary_factor"):
+            if name not in given:
+                continue
+            inner, outer = given.pop(name), getattr(self, name)
+            if name not in words:
+                if inner not in (None, 1.0):
+                    raise ValueError(f"BlockConfig: {name}={inner!r}, but a head of {self.model_type} turns as a whole")
+            elif outer not in (inner, words[name]):
+                raise ValueError(f"BlockConfig: {name}={outer!r}, but rope_parameters have {name}={inner!r}")
+            elif inner is not None:
+                self._set(name, inner)
+        kind = kinds[0] if kinds else "default"
+        kind = self.spec.rope_kinds.get(kind, kind)
+        if kind in ROPE_KEYS:
+            given = {name: value for name, value in given.items() if value is not None}
+            if kind in ("llama3", "yarn") and self.max_position_embeddings is not None:
+                given.setdefault("original_max_position_embeddings", self.max_position_embeddings)
+            if unknown := given.keys() - ROPE_KEYS[kind]:
+                raise ValueError(
+                    f"BlockConfig: rope_parameters have {', '.join(sorted(unknown))}, but rope_type={kind!r} takes "
+                    f"{', '.join(ROPE_KEYS[kind]) or 'nothing more'}"
+                )
+            if kind == "yarn" and self.max_position_embeddings is not None:
+                given.setdefault("factor", self.max_position_embeddings / given["original_max_position_embeddings"])
+            if missing := [name for name in _ROPE_REQUIRED[kind] if name not in given]:
+                raise ValueError(f"BlockConfig: rope_parameters of rope_type={kind!r} lack {', '.join(missing)}")
+        self._set("rope_parameters", {"rope_type": kind, **given})
+        if self.partial_rotary_factor is not None and not 0 < self.partial_rotary_factor <= 1:
+            raise ValueError(f"BlockConfig: partial_rotary_factor={self.partial_rotary_factor!r}, expected above 0 and up to 1")
+
+    def __repr__(self) -> str:
+        shown = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return f"BlockConfig({', '.join(f'{name}={value!r}' for name, value in shown if value is not None)})"
+
+    @property
+    def spec(self) -> table.LayerSpec:
+        """The entry of the table of architectures."""
+        return table.FAMILIES[self.model_type]
+
+    @property
+    def use_rope(self) -> bool:
+        """Whether this layer turns its queries and keys."""
+        if not self.spec.rope:
+            return False
+        if self.no_rope_layers is not None:
+            return bool(self.no_rope_layers[self.layer_idx])
+        return not self.no_rope_layer_interval or (self.layer_idx + 1) % self.no_rope_layer_interval != 0
+
+    @property
+    def causal(self) -> bool:
+        """Whether a token sees only itself and those before it."""
+        causal = self.spec.causal
+        return (bool(getattr(self, causal)) if isinstance(causal, str) else causal) and not self.use_bidirectional_attention
+
+    @property
+    def scale(self) -> float:
+        """Of the logits, before the softmax."""
+        assert self.head_dim is not None
+        scale = self.head_dim**-0.5
+        if self.spec.scale:
+            scale = float(getattr(self, self.spec.scale))
+        if self.scale_attn_weights is False:
+            scale = 1.0
+        return scale / (self.layer_idx + 1) if self.scale_attn_by_inverse_layer_idx else scale
+
+    @property
+    def window(self) -> int | None:
+        """How many tokens a token of this layer sees, itself among them; None: all before it."""
+        if self.use_sliding_window is False or not self.causal:
+            return None
+        if self.layer_types is not None:
+            return self.sliding_window if self.layer_types[self.layer_idx] == "sliding_attention" else None
+        if self.max_window_layers is not None and self.layer_idx < self.max_window_layers:
+            return None
+        if self.no_rope_layer_interval is not None and self.use_rope:
+            return None
+        return self.sliding_window
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any], *, layer_idx: int = 0) -> BlockConfig:
+        """Read the contents of a config.json.
+
+        Words that say nothing of a layer of this model_type are passed over, as transformers does. Raises ValueError if a word is
+        missing that has no default, if two contradict each other, or for a model_type that is not supported.
+        """
+        if "model_type" not in config:
+            raise ValueError(f"BlockConfig: the config has no model_type, only {', '.join(map(str, config)) or 'nothing'}")
+        spec = table.FAMILIES.get(config["model_type"])
+        if spec is None:
+            raise ValueError(f"BlockConfig: model_type={config['model_type']!r}, expected one of {', '.join(table.FAMILIES)}")
+        known, origin = {**dict.fromkeys(_SIZES), **spec.config_words, "num_hidden_layers": None}, {}
+        values: dict[str, Any] = {}
+        for name, value in config.items():
+            word = spec.aliases.get(name, _OLD_WORDS.get(name, name))
+            if word not in known or (value is None and word not in _NULLABLE):
+                continue
+            if word in values and values[word] != value:
+                raise ValueError(f"BlockConfig: {name}={value!r}, but {origin[word]}={values[word]!r}")
+            values[word], origin[word] = value, name
+        layers = values.pop("num_hidden_layers", None)
+        if layers is not None and layer_idx >= layers:
+            raise ValueError(f"BlockConfig: layer_idx={layer_idx}, but num_hidden_layers={layers}")
+        missing = [n for n in ("hidden_size", "intermediate_size", "num_attention_heads") if values.get(n) is None]
+        if missing and not (missing == ["intermediate_size"] and spec.ffn_ratio):
+            raise ValueError(f"BlockConfig: the config of model_type={spec.family!r} lacks {', '.join(missing)}")
+        return cls(**{**values, "layer_idx": layer_idx})
+
+    @classmethod
+    def from_pretrained(cls, path: str | os.PathLike[str], *, layer_idx: int = 0) -> BlockConfig:
+        """Read a folder's config.json, or that file. Raises FileNotFoundError, or ValueError naming the file and the word."""
+        file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+        if not file.is_file():
+            raise FileNotFoundError(f"{file}: no such file; expected a folder with config.json, or that file")
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{file}: is no JSON: {error}") from error
+        if not isinstance(config, dict):
+            raise ValueError(f"{file}: holds a {type(config).__name__}, expected an object")
+        try:
+            return cls.from_dict(config, layer_idx=layer_idx)
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from error
