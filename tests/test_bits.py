@@ -169,6 +169,8 @@ def test_one_tile_of_64_rows_for_every_row_count(itemsize: int, target: Target) 
     for kind in ("nt", "pair", "nn"):
         (config,) = {_gemm.configure(m, itemsize, asked, kind) for m in (1, 16, 17, 64, 65, 300, 5000, 1 << 20)}
         assert config.block_m >= 64 and not config.tma
+        shipped = [c for _, c in _gemm.tables(itemsize, target)[kind]]
+        assert config in {form for c in shipped for form in (c, _gemm.usable(c, torch.empty(0)))}  # compiled in test_gemm_aot
         assert config.smem_bytes(itemsize) <= target.smem_bytes
 
 
