@@ -267,7 +267,7 @@ def grad_weight_kernel(
             store_tile(dw, n * BM, k * BN, acc, N, K, stride_dw, BM, BN, TMA)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ROWS"])
 def sum_rows_kernel(x, out, second, ROWS, COLS, OUT, stride, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr):
     """out[c] = sum over rows of x[r, c], in a fixed order; columns beyond the first OUT go to second."""
     col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

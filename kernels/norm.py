@@ -85,7 +85,8 @@ SPEC = Spec(
     flops=_flops,
 )
 
-# Row bytes up to -> warps. H200, 2026-11-29, rows of 4096 bf16: 4 warps; the rest by the same bytes per thread (64).
+# Row bytes up to -> warps. H200, 2026-11-29, rows of 4096 bf16: 4 warps; the rest, and how many rows below 4096 share a program,
+# by the same bytes per thread (64).
 WARPS = ((8192, 4), (16384, 8), (1 << 62, 16))
 
 
@@ -120,7 +121,7 @@ def reference(
     return y.to(dtype), mean, rearrange(rstd, "tokens 1 -> tokens") if save else rstd.new_empty(0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["TOKENS"])
 def _forward_kernel(
     x, weight, bias, residual, y, mean, rstd, stride_x, stride_r, TOKENS, HIDDEN, eps, weight_offset,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, ROUND_EARLY: tl.constexpr, SAVE: tl.constexpr,
@@ -166,7 +167,7 @@ def _normalised(v, mean, rstd, KIND: tl.constexpr):
     return v * rstd
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["TOKENS"])
 def _backward_kernel(
     grad_y, x, weight, mean, rstd, grad_x, partial, stride_g, stride_x, TOKENS, HIDDEN, weight_offset,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, NEED_X: tl.constexpr, NEED_W: tl.constexpr,
@@ -233,7 +234,7 @@ def _half(
     return dw, db
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["TOKENS"])
 def _long_backward_kernel(
     grad_y, x, weight, mean, rstd, grad_x, partial, stride_g, stride_x, TOKENS, HIDDEN, weight_offset,
     BLOCK: tl.constexpr, KIND: tl.constexpr, NEED_X: tl.constexpr, NEED_W: tl.constexpr, NEED_B: tl.constexpr,
