@@ -30,6 +30,7 @@ from .workload import (
     layer_of_config,
     on,
     outside_parts,
+    require_cache,
     without_memory,
     workload,
 )
@@ -70,6 +71,7 @@ def measure(
     else:
         raise ValueError(f"measure: model is a {type(model).__name__}, expected a torch.nn.Module or a transformers config")
     layers = decoder_layers(source)
+    require_cache(work, layers)
     where = _device(layers[0], device)
     dtype = next(layers[0].parameters()).dtype
 

@@ -6,15 +6,16 @@ A copy is fake (shapes and dtypes, no memory) for counting, or real for timing, 
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from fusedblock.models.adapter import signature_names
+from fusedblock.models.adapter import cache_names, signature_names
 from fusedblock.models.table import SPECS, LayerSpec, known_class
 
 PHASES = ("prefill", "decode", "train")
@@ -58,6 +59,30 @@ def workload(phase: str, batch: int, seq: int, context: int | None) -> Workload:
     return Workload(phase, batch, seq, context)
 
 
+def require_cache(work: Workload, layers: Iterable[nn.Module]) -> None:
+    """Raises ValueError if the workload has cached keys and a layer attends both ways."""
+    for layer in layers:
+        if work.cached and not _attention(layer).is_causal:
+            where = "phase='decode'" if work.phase == "decode" else f"context={work.context} with seq={work.seq}"
+            raise ValueError(f"measure: {where}, but {type(layer).__name__} attends both ways: it has no cache")
+
+
+def _spec(layer: nn.Module) -> LayerSpec:
+    known = known_class(type(layer))
+    assert known is not None
+    return SPECS[known.__name__]
+
+
+def _attention(layer: nn.Module) -> Any:
+    return layer.get_submodule(_spec(layer).attention)
+
+
+def _window(attention: Any) -> int | None:
+    """How many keys a token sees, itself included; None: all. Where layers differ in it each has its own."""
+    window: int | None = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
+    return window
+
+
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Every layer that fuse knows, in order. Raises ValueError if there is none."""
     found = [module for module in model.modules() if known_class(type(module)) is not None]
@@ -69,18 +94,26 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def groups(layers: Iterable[nn.Module]) -> list[tuple[nn.Module, int]]:
-    """(a layer, how many are like it): same class, same parameters but for their values, same hyperparameters of its parts."""
+    """(a layer, how many are like it): same class, same parameters but for their values, same hyperparameters of its parts.
+
+    Of the parts' own attributes all but numbers with a fraction count: a scale changes nothing that is measured.
+    """
     found: dict[Any, list[nn.Module]] = {}
     for layer in layers:
         tensors = tuple((n, tuple(t.shape), t.dtype, t.requires_grad) for n, t in layer.named_parameters())
-        parts = tuple((n, type(m).__name__, m.extra_repr()) for n, m in layer.named_modules())
+        parts = tuple((n, type(m).__name__, m.extra_repr(), _plain_attributes(m)) for n, m in layer.named_modules())
         found.setdefault((tensors, parts), []).append(layer)
     return [(same[0], len(same)) for same in found.values()]
 
 
+def _plain_attributes(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    own = module.__dict__.items()
+    return tuple((n, v) for n, v in own if isinstance(v, (bool, int, str)) and n not in ("layer_idx", "training"))
+
+
 def layer_of_config(config: Any) -> nn.Module:
     """One decoder layer, on the meta device, of the model that a transformers config describes. Raises ValueError."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModel
 
     config = copy.deepcopy(config)
     config.num_hidden_layers = 1
@@ -88,7 +121,7 @@ def layer_of_config(config: Any) -> nn.Module:
         config.layer_types = list(config.layer_types)[:1]
     dtype = getattr(config, "dtype", None) or torch.bfloat16
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model = AutoModel.from_config(config, dtype=dtype, attn_implementation="sdpa")
     return decoder_layers(model)[0]
 
 
@@ -145,59 +178,79 @@ class LayerCall:
     """
 
     def __init__(self, layer: nn.Module, work: Workload, attention: str, device: torch.device) -> None:
-        known = known_class(type(layer))
+        known = known_class(getattr(type(layer), "_fusedblock_original", type(layer)))  # whose signature says what a layer takes
         assert known is not None
         self.layer, self.work, self.device = layer, work, device
-        self.spec: LayerSpec = SPECS[known.__name__]
-        self.attention: Any = getattr(layer, self.spec.attention)
+        self.attention = _attention(layer)
         layer.train(work.training)
         for part in layer.modules():
             config: Any = getattr(part, "config", None)
             if config is not None:
                 config._attn_implementation = attention
-        weight = getattr(layer, self.spec.input_norm).weight
+        spec, names = _spec(layer), signature_names(known)
+        weight: Any = layer.get_submodule(next(iter(spec.norms.values()))).weight
         self.dtype: torch.dtype = weight.dtype
-        head_dim = getattr(self.attention, self.spec.head_dim)
         self.x = self._random(work.batch, work.seq, weight.shape[0]).requires_grad_(work.training)
         self.grad_out = self._random(*self.x.shape) if work.training else None
-        angle = self._random(1, work.seq, head_dim // 2)
-        angle = torch.cat([angle, angle], -1)
-        self.arguments = {
+        self.cache: Any = self._cache(spec) if work.cached else None
+        given = {
             "attention_mask": self._mask(attention),
             "position_ids": torch.arange(work.cached, work.context, device=device)[None],
-            "position_embeddings": (angle.cos(), angle.sin()),
-            "use_cache": False,
+            "position_embeddings": self._tables(known.__module__) if "position_embeddings" in names else None,
+            "use_cache": work.cached > 0,
         }
-        self.cache: Any = None
-        if work.cached:
-            from transformers import DynamicCache
-
-            self.cache = DynamicCache()
-            kv_heads = getattr(self.attention, self.spec.k).weight.shape[0] // head_dim
-            self.filled = [self._random(work.batch, kv_heads, work.cached, head_dim) for _ in range(2)]
-            self.cache.update(*self.filled, self.attention.layer_idx)
-            name = "cache" if "cache" in signature_names(known) else "past_key_values"
-            self.arguments |= {name: self.cache, "use_cache": True}
+        if self.cache is not None:
+            given[cache_names(known)[0]] = self.cache
+        self.arguments = {name: value for name, value in given.items() if name in names}
         self.wanted = [self.x, *(p for p in layer.parameters() if p.requires_grad)] if work.training else []
 
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(shape, dtype=self.dtype, device=self.device)
 
+    def _tables(self, home: str) -> tuple[Tensor, Tensor]:
+        """cos and sin of the positions, from the rotary embedding that the layer's own module defines; real where the rest is
+        fake, since some of them look at the positions."""
+        rotary = next(part for name, part in vars(sys.modules[home]).items() if name.endswith("RotaryEmbedding"))
+        with unset_fake_temporarily() as fake:
+            position = torch.arange(self.work.cached, self.work.context, device=self.device)[None]
+            made = rotary(self.attention.config).to(self.device)(torch.empty(1, dtype=self.dtype, device=self.device), position)
+        cos, sin = (t if fake is None else fake.from_tensor(t) for t in made)
+        return cos, sin
+
+    def _cache(self, spec: LayerSpec) -> Any:
+        """A DynamicCache with `cached` tokens in it, of which a layer with a window keeps the last."""
+        from transformers import DynamicCache
+
+        work, head_dim = self.work, getattr(self.attention, spec.head_dim)
+        o: Any = self.layer.get_submodule(spec.o).weight
+        width = o.shape[0 if spec.linear_class.endswith("Conv1D") else 1]
+        kv_heads = width // head_dim // getattr(self.attention, "num_key_value_groups", 1)
+        cache = DynamicCache(config=self.attention.config)
+        cache.update(*(self._random(work.batch, kv_heads, work.cached, head_dim) for _ in range(2)), self.attention.layer_idx)
+        self.filled = dict(vars(cache.layers[self.attention.layer_idx]))
+        return cache
+
     def _mask(self, attention: str) -> Tensor | None:
-        """eager always gets an additive mask; sdpa a bool one only if its causal flag cannot say it."""
-        work = self.work
-        shape = (work.batch, 1, work.seq, work.context)
-        if attention == "eager":
-            mask = torch.full(shape[1:], torch.finfo(self.dtype).min, dtype=self.dtype, device=self.device)
-            return mask.triu(work.cached + 1).expand(shape).contiguous()
-        if work.cached and work.seq > 1:
-            return torch.ones(shape[1:], dtype=torch.bool, device=self.device).tril(work.cached).expand(shape)
-        return None
+        """As transformers makes it without padding: eager always gets an additive mask if it is causal; sdpa a bool one only if
+        its causal flag cannot say it."""
+        work, window = self.work, _window(self.attention)
+        if not self.attention.is_causal:
+            return None
+        keys = work.seq + (0 if self.cache is None else self.filled["keys"].shape[2])
+        if attention == "sdpa" and (work.seq in (1, keys)) and (window is None or keys < window):
+            return None
+        query = torch.arange(work.cached, work.context, device=self.device)[:, None]
+        key = torch.arange(work.context - keys, work.context, device=self.device)
+        seen = (key <= query) if window is None else (key <= query) & (key > query - window)
+        shape = (work.batch, 1, work.seq, keys)
+        if attention == "sdpa":
+            return seen.expand(shape)
+        lowest = torch.full_like(seen, torch.finfo(self.dtype).min, dtype=self.dtype)
+        return lowest.masked_fill(seen, 0.0).expand(shape).contiguous()
 
     def __call__(self) -> Any:
-        if self.cache is not None:  # as it was before the last call
-            held = self.cache.layers[self.attention.layer_idx]
-            held.keys, held.values = self.filled
+        if self.cache is not None:  # as it was before the last call: an update puts new tensors in the place of those it finds
+            vars(self.cache.layers[self.attention.layer_idx]).update(self.filled)
         with torch.set_grad_enabled(self.work.training):
             out = self.layer(self.x, **self.arguments)
             out = out[0] if isinstance(out, tuple) else out
@@ -205,8 +258,8 @@ class LayerCall:
 
     def bytes(self) -> int:
         """Of weights and inputs: what one call brings into the cache, at least."""
-        tensors = [*self.layer.parameters(), self.x, *(self.filled if self.cache is not None else [])]
-        return sum(t.numel() * t.element_size() for t in tensors)
+        tensors = [*self.layer.parameters(), self.x, *(self.filled.values() if self.cache is not None else [])]
+        return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
 
 
 class OutsideCall:
@@ -236,13 +289,21 @@ class OutsideCall:
 
 
 def outside_parts(model: Any) -> nn.ModuleDict:
-    """The parts of a transformers model around its layers; empty for anything else."""
+    """The parts of a transformers model around its layers; empty for anything else. An image model has no table of tokens."""
     parts = nn.ModuleDict()
     if hasattr(model, "get_input_embeddings") and hasattr(model, "base_model"):
-        found = {
-            "embedding": model.get_input_embeddings(),
-            "norm": getattr(model.base_model, "norm", None),
-            "head": model.get_output_embeddings(),
-        }
-        parts.update({name: part for name, part in found.items() if isinstance(part, nn.Module)})
+        embedding = model.get_input_embeddings()
+        if isinstance(embedding, nn.Embedding):
+            found = {"embedding": embedding, "norm": _last_norm(model.base_model), "head": model.get_output_embeddings()}
+            parts.update({name: part for name, part in found.items() if isinstance(part, nn.Module)})
     return parts
+
+
+def _last_norm(base: nn.Module) -> nn.Module | None:
+    """The child after those that hold the layers whose parameters are all vectors, if there is one."""
+    children = list(base.children())
+    holding = [i for i, child in enumerate(children) if any(known_class(type(m)) for m in child.modules())]
+    for child in children[max(holding, default=len(children)) + 1 :]:
+        if {p.dim() for p in child.parameters()} == {1}:
+            return child
+    return None
