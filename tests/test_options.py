@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from llama import prompt, tiny
 from op_cases import recording
 from torch import Tensor
 
@@ -196,3 +197,17 @@ def test_a_user_brings_rotary_tables_of_another_layout(name: str) -> None:
             pair = {"cos": right, "sin": right, name: tables[other]}
             with pytest.raises(ValueError, match=f"rotary tables: {name} .* that differ, at"):
                 debug.check_tables(pair["cos"], pair["sin"], layout)
+
+
+def test_a_user_looks_for_the_first_nan_of_a_fused_model(debugging: None) -> None:
+    model = tiny()
+    fusedblock.fuse(model)
+    ids, _ = prompt()
+    with torch.no_grad():
+        assert torch.isfinite(model(ids).logits).all()
+        model.model.layers[1].mlp.down_proj.weight[5, 7] = float("nan")
+    for gradients in (False, True):
+        with torch.set_grad_enabled(gradients), pytest.raises(FloatingPointError, match=r"linear: weight .* at \(5, 7\), is nan"):
+            model(ids)
+    with fusedblock.options(debug=False):
+        assert model(ids).logits.isnan().all()
