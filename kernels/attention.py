@@ -168,7 +168,7 @@ def _accumulate(
     return new, l, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["BATCH_HEADS"])
 def _forward_kernel(
     q, k, v, mask, out, lse, scale_log2, SEQ, CONTEXT, HEADS, GROUP, BATCH_HEADS,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,

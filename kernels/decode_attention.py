@@ -171,21 +171,26 @@ def _split_kernel(
 @triton.jit(do_not_specialize=["SPLITS"])
 def _combine_kernel(
     part_out, part_lse, out, lse, SEQ, SPLITS, KV_HEADS,
-    GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS_P: tl.constexpr, ACC: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     bh = tl.program_id(0).to(tl.int64)
     r = tl.program_id(1)
     packed = SEQ * GROUP
-    s = tl.arange(0, SPLITS_P)
     d = tl.arange(0, DP)
-    at = (bh * SPLITS + s) * packed + r
-    parts = tl.load(part_lse + at, s < SPLITS, other=float("-inf"))
+    # The logarithms of all parts at once, the parts a block at a time: one variant, and registers, for any number of them.
+    every = tl.arange(0, MOST)
+    parts = tl.load(part_lse + (bh * SPLITS + every) * packed + r, every < SPLITS, other=float("-inf"))
     top = tl.max(parts, 0)
     top = tl.where(top == float("-inf"), 0.0, top)
-    w = tl.math.exp2(parts - top)
-    total = tl.sum(w, 0)
-    values = tl.load(part_out + at[:, None] * D + d[None, :], (s < SPLITS)[:, None] & (d < D)[None, :], other=0.0)
-    y = tl.sum(values * w[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    total = tl.sum(tl.math.exp2(parts - top), 0)
+    y = tl.zeros([DP], ACC)
+    for first in range(0, SPLITS, BLOCK):
+        s = first + tl.arange(0, BLOCK)
+        at = (bh * SPLITS + s) * packed + r
+        w = tl.math.exp2(tl.load(part_lse + at, s < SPLITS, other=float("-inf")) - top)
+        values = tl.load(part_out + at[:, None] * D + d[None, :], (s < SPLITS)[:, None] & (d < D)[None, :], other=0.0)
+        y += tl.sum(values * w[:, None], 0)
+    y = y / tl.where(total == 0.0, 1.0, total)
     b = bh // KV_HEADS
     head = bh % KV_HEADS * GROUP + r % GROUP
     row = r // GROUP
@@ -219,7 +224,7 @@ def launch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, s
         )  # fmt: skip
         _launch(
             _combine_kernel, (sequences, rows), (part_out, part_lse, out, lse, sizes["seq"], splits, kv_heads),
-            {"GROUP": group, "D": head_dim, "DP": dp, "SPLITS_P": next_power_of_2(splits), "ACC": facts["ACC"], "num_warps": 4},
+            {"GROUP": group, "D": head_dim, "DP": dp, "MOST": MAX_SPLITS, "BLOCK": 16, "ACC": facts["ACC"], "num_warps": 4},
         )  # fmt: skip
     return out, lse
 

@@ -83,7 +83,7 @@ def reference(
     return (out, *pre) if save else (out, out.new_empty(0), out.new_empty(0))  # type: ignore[return-value]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _kernel(
     x, w_gate, w_up, b_gate, b_up, sumsq, out, gate, up, M, N, K, TILES, stride_x, stride_wg, stride_wu, inv_hidden, eps,
     ACT: tl.constexpr, SAVE: tl.constexpr, STACKED: tl.constexpr, TILES_P: tl.constexpr, OUT: tl.constexpr, ACC: tl.constexpr,

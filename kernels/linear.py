@@ -136,7 +136,7 @@ def _finish_half(acc, row0, col0, bias, residual, norm_weight, out, scaled, sums
                 BM, BN, STAT, TMA, OUT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _kernel(
     x, weight, bias, residual, norm_weight, out, scaled, sumsq, M, N, K, TILES, stride_x, stride_w, stride_r, scale,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr,

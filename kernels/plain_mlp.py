@@ -76,7 +76,7 @@ def _finish(acc, row0, col0, bias, out, pre, M, N, BM: tl.constexpr, BN: tl.cons
     store_tile(out, row0, col0, activate(acc, ACT).to(OUT), M, N, N, BM, BN, TMA)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _kernel(
     x, weight, bias, out, pre, M, N, K, stride_x, stride_w,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr,
@@ -104,8 +104,8 @@ def launch(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save
     m, n, k = sizes["tokens"], sizes["ffn"], sizes["hidden"]
     target = target_of(x.device)
     c = usable(configure(m, x.element_size(), target, "nt"), x, weight, out)
-    if c.block_m * c.block_n >= 128 * 32 * c.num_warps:
-        c = replace(c, split=2)  # an activation of 128 sums a thread spills
+    if c.block_n >= 128:
+        c = replace(c, split=2)  # the activation of a whole tile, its sums and their addresses spill
     width = c.block_n // c.split
     tiles = cdiv(m, c.block_m) * cdiv(n, c.block_n)
     with on_device(x):
