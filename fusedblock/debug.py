@@ -19,7 +19,7 @@ _reported: set[str] = set()
 
 def watching(t: Tensor) -> bool:
     """Whether to check work on t: debug is on, and its values can be read now (no trace, no capture of a CUDA graph)."""
-    if not current().debug or torch.compiler.is_compiling() or t.is_meta:
+    if torch.compiler.is_compiling() or not current().debug or t.is_meta:  # in this order: a trace cannot read the options
         return False
     return not (t.is_cuda and torch.cuda.is_current_stream_capturing())
 

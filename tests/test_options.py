@@ -211,3 +211,16 @@ def test_a_user_looks_for_the_first_nan_of_a_fused_model(debugging: None) -> Non
             model(ids)
     with fusedblock.options(debug=False):
         assert model(ids).logits.isnan().all()
+
+
+def test_a_user_gives_a_fused_layer_rotary_tables_of_its_own(debugging: None) -> None:
+    model = tiny()
+    fusedblock.fuse(model)
+    layer, x = model.model.layers[0], torch.randn(1, 5, model.config.hidden_size)
+    cos, sin = model.model.rotary_emb(x, torch.arange(5)[None])
+    wrong = spoiled(cos, (0, 3, -1), 0.5)
+    layer(x, position_embeddings=(cos, sin))
+    with pytest.raises(ValueError, match="rotary tables: cos .* halves that differ, at .* and 0.5;"):
+        layer(x, position_embeddings=(wrong, sin))
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")  # the check is left out of the trace
+    compiled(x, position_embeddings=(wrong, sin))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedblock import ops
+from fusedblock import debug, ops
 from fusedblock.blocks.plan import BlockSpec, Plan, plan
 
 Call = Callable[..., Any]
@@ -309,6 +309,8 @@ def forward(
     weights are then read for sizes only. Returns `batch seq hidden`.
     Without gradients the layer is one registered op (two around update). Raises ShapeError or ValueError naming the argument.
     """
+    if spec.rope and cos is not None and sin is not None and debug.watching(x):
+        debug.check_tables(cos, sin, spec.tables)
     grad = torch.is_grad_enabled() and (x.requires_grad or any(t is not None and t.requires_grad for t in weights))
     if own:  # 3-D as without us: what an adapter does may depend on the position
         own = {name: _by_rows(function, x.shape[:2]) for name, function in own.items()}
