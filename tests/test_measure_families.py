@@ -96,7 +96,7 @@ def test_outside_counts_the_last_norm_whatever_its_name() -> None:
 
 
 def test_layers_of_one_model_that_attend_differently_are_apart() -> None:
-    """One of Qwen2's layers has a window, one of SmolLM3's no rotary embedding; GPT-2's differ in a scale, which costs nothing."""
+    """One of Qwen2's has a window, one of SmolLM3's no rotary embedding; GPT-2's differ in a scale, which costs nothing."""
     for name, apart in (("qwen2", 2), ("smollm3", 2), ("gpt2", 1), ("llama", 1)):
         assert len(groups(decoder_layers(families.build(name)))) == apart
     config = families.config("vit")

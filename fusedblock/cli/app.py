@@ -9,6 +9,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from .published import PRESETS
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True, pretty_exceptions_enable=False, help=(
     "Fused Triton kernels under Hugging Face layers: see them work, measure them, check them."))  # fmt: skip
 
@@ -30,7 +32,7 @@ class DType(str, enum.Enum):
     fp16 = "fp16"
 
 
-MODEL = typer.Argument(help="A checkpoint's directory, or a preset such as llama-3.1-8b (sizes only).", show_default=False)
+MODEL = typer.Argument(help=f"A checkpoint's directory, or a preset (sizes only): {', '.join(PRESETS)}.", show_default=False)
 FOLDER = typer.Argument(help="The directory of a Hugging Face checkpoint.", show_default=False)
 
 
