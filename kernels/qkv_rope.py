@@ -243,7 +243,7 @@ def _project(
     return num_m * num_n
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "SEQ"])
 def _kernel(
     x, wq, wk, wv, bq, bk, bv, nq, nk, q, k, v, q_pre, k_pre, cos, sin, sumsq, M, HEADS, KV_HEADS, K, TILES, SEQ, stride_x,
     stride_qh, stride_kh, stride_vh, stride_qr, stride_kr, stride_vr, stride_qk, stride_kk, stride_vk, stride_bq, stride_bk,
@@ -275,8 +275,8 @@ def _laid(weights: Sequence[Tensor]) -> tuple[list[Tensor], str]:
     return weights, "rows" if even else "heads"
 
 
-def _config(m: int, x: Tensor, cos: Tensor | None, head_dim: int, normed: bool, scaled: bool, distance: Callable[[int], int],
-            operands: list[Tensor]) -> Config:  # fmt: skip
+def _config(m: int, x: Tensor, cos: Tensor | None, head_dim: int, kind: str, interleaved: bool, scaled: bool,
+            distance: Callable[[int], int], operands: list[Tensor]) -> Config:  # fmt: skip
     """For m rows. Per-head statistics want whole heads in a tile; descriptors want its columns in the order of features."""
     target, itemsize, hp = target_of(x.device), x.element_size(), next_power_of_2(head_dim)
     c = configure(m, itemsize, target, "nt")
@@ -285,11 +285,14 @@ def _config(m: int, x: Tensor, cos: Tensor | None, head_dim: int, normed: bool, 
     c = usable(c, *operands)
     if c.split == 2:
         wide = cos is not None and cos.element_size() > itemsize
-        if wide and (normed or scaled):
-            c = replace(c, block_n=128, num_stages=4, split=1)  # spills at 128x256
-        elif (hp > c.block_n // 2 if normed else not distance(c.block_n // 2) or cos is not None and not wide):
-            c = replace(c, split=1)  # with narrow tables all fits at once
-    if normed and c.block_n < hp:
+        halved = hp <= c.block_n // 2 if kind else distance(c.block_n // 2) > 0
+        if kind == "layer" or interleaved or wide and (kind or scaled):
+            c = replace(c, block_n=max(128, hp), num_stages=4, split=1)  # spills at 128x256
+        elif not halved:
+            c = replace(c, num_stages=2, split=1)  # heads of 256
+        elif cos is not None and not wide and not kind and not scaled:
+            c = replace(c, split=1)  # all fits at once
+    if kind and c.block_n < hp:
         c = replace(c, block_n=hp, num_warps=max(4, c.num_warps), tma=False)
         while c.smem_bytes(itemsize) > target.smem_bytes * 3 // 4 and c.block_k > 32:
             c = replace(c, block_k=c.block_k // 2)
@@ -322,7 +325,7 @@ def launch(
     if layout == "columns":
         matrices = [w.t() for w in matrices]
     operands = [rows, *matrices, *[t for t in flat if t is not None]]
-    c = _config(m, rows, cos, head_dim, q_norm is not None, sumsq is not None, distance, operands)
+    c = _config(m, rows, cos, head_dim, kind, interleaved and cos is not None, sumsq is not None, distance, operands)
 
     def weight(w: Tensor, matrix: Tensor) -> Any:
         if layout == "heads" and c.tma:

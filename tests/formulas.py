@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from einops import einsum, rearrange, repeat
+from einops import einsum, repeat
 from torch import Tensor
 
 Args = dict[str, Any]
@@ -42,17 +42,31 @@ def _linear(a: Args) -> dict[str, Tensor]:
     return {"out": out, "scaled": out * a["norm_weight"], "sumsq": (out**2).sum(-1)}
 
 
+def _turned(u: Tensor, a: Args) -> Tensor:
+    """The two features of a pair as one complex number, turned by its angle; u `batch seq heads d`."""
+    n = 2 * a["cos"].shape[-1]
+    part = u[..., :n]
+    pairs = part.unflatten(-1, (-1, 2)) if a["interleaved"] else part.unflatten(-1, (2, -1)).transpose(-1, -2)
+    turned = torch.view_as_real(torch.complex(pairs[..., 0], pairs[..., 1]) * torch.complex(a["cos"], a["sin"])[:, :, None, :])
+    return torch.cat(((turned if a["interleaved"] else turned.transpose(-1, -2)).flatten(-2), u[..., n:]), -1)
+
+
+def _rope(a: Args) -> dict[str, Tensor]:
+    return {n: _turned(a[n], a) for n in "qk"}
+
+
 def _qkv_rope(a: Args) -> dict[str, Tensor]:
-    def heads(name: str) -> Tensor:
-        return rearrange(_project(a, a["x"], name), "batch seq (heads d) -> batch seq heads d", d=a["head_dim"])
-
-    def rotate(u: Tensor) -> Tensor:
-        """Feature i and feature i + d/2 as one complex number, turned by its angle."""
-        real, imaginary = u.chunk(2, -1)
-        turned = torch.complex(real, imaginary) * torch.complex(a["cos"], a["sin"])[:, :, None, :]
-        return torch.cat((turned.real, turned.imag), -1)
-
-    return {"q": rotate(heads("q")), "k": rotate(heads("k")), "v": heads("v")}
+    flat = {n: t.flatten(0, 1) if n.endswith("weight") else t.flatten() for n, t in a.items()
+            if isinstance(t, Tensor) and n.endswith(("_weight", "_bias"))}  # fmt: skip
+    pre = {n: _project({**a, **flat}, a["x"], n).unflatten(-1, a[f"{n}_weight"].shape[:2]) for n in "qkv"}
+    out = dict(pre)
+    for n in "qk":
+        if a["q_norm"] is not None:
+            u = pre[n] - pre[n].mean(-1, keepdim=True) if a["norm_kind"] == "layer" else pre[n]
+            out[n] = (a[f"{n}_norm"] + a["weight_offset"]) * u / ((u**2).mean(-1, keepdim=True) + a["eps"]) ** 0.5
+        if a["cos"] is not None:
+            out[n] = _turned(out[n], a)
+    return out if a["q_norm"] is None else {**out, "q_pre": pre["q"], "k_pre": pre["k"]}
 
 
 def activation(x: Tensor, name: str) -> Tensor:
@@ -90,6 +104,6 @@ def _attention(a: Args) -> dict[str, Tensor]:
 
 
 FORMULAS: dict[str, Callable[[Args], dict[str, Tensor]]] = {
-    "norm": _norm, "linear": _linear, "qkv_rope": _qkv_rope, "gated_mlp": _gated_mlp, "plain_mlp": _plain_mlp,
+    "norm": _norm, "linear": _linear, "qkv_rope": _qkv_rope, "rope": _rope, "gated_mlp": _gated_mlp, "plain_mlp": _plain_mlp,
     "attention": _attention, "decode_attention": _attention,
 }  # fmt: skip

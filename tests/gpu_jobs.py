@@ -29,6 +29,7 @@ from op_cases import (
     only_config,
     plain_mlp_case,
     qkv_case,
+    rope_case,
     to,
     with_gradients,
 )
@@ -101,6 +102,13 @@ FORWARD_AND_BACKWARD = (
     linear_case(300, 136, 264, "columns"), linear_case(150, 73, 131, "residual columns", 0.5),
     plain_mlp_case(13, 136, 72, "gelu", "bias"), plain_mlp_case(300, 136, 264, "relu2", "columns"),
     plain_mlp_case(150, 73, 131, "gelu_tanh", "bias columns"), mlp_case(13, 136, 72, "relu2"),
+    qkv_case(2, 19, 72, 128, 1, 2, tables="view", norm="early"), qkv_case(2, 150, 136, 64, 2, 3, bias=True, norm="late"),
+    qkv_case(2, 70, 136, 128, 1, 2, tables="repeat", rope="interleaved", norm="layer"),
+    qkv_case(2, 70, 136, 64, 3, 1, bias=True, part=0.25, layout="per_head"), qkv_case(1, 150, 72, 96, 1, 2, part=0.25),
+    qkv_case(2, 70, 136, 64, 3, 1, bias=True, rope="", layout="columns"),
+    qkv_case(2, 3, 72, 80, 1, 1, part=0.4, layout="stacked"), rope_case(2, 19, 64, 1, 3, tables="each"),
+    rope_case(1, 300, 80, 1, 2, part=0.4, heads_first=True),
+    rope_case(2, 19, 128, 3, 1, tables="repeat", interleaved=True),
 )  # fmt: skip
 FORWARD = (
     linear_case(300, 136, 264, "residual norm_weight"), qkv_case(2, 70, 136, 64, 1, 3, bias=True, normed=True),
@@ -115,6 +123,10 @@ FURTHER = (
     mlp_case(29, 264, 136), mlp_case(61, 264, 136),
     qkv_case(1, 1100, 264, 128, 2, 1), qkv_case(1, 75, 72, 256, 1, 3), qkv_case(1, 75, 72, 96, 1, 1),
     qkv_case(7, 1, 136, 16, 1, 7),
+    *[qkv_case(1, m, 264, 128, 2, 2, tables="view", norm="early", bias=True) for m in (1, 29, 61, 1100)],
+    qkv_case(1, 1100, 264, 64, 3, 1, bias=True, part=0.25, layout="per_head"), qkv_case(1, 75, 72, 256, 1, 1, norm="late"),
+    qkv_case(1, 1100, 264, 64, 3, 1, bias=True, rope="", layout="columns"), qkv_case(1, 1100, 72, 256, 1, 1, norm="early"),
+    qkv_case(1, 1100, 264, 128, 1, 1, tables="repeat", rope="interleaved", norm="layer", bias=True),
 )  # fmt: skip
 
 
@@ -122,7 +134,8 @@ def _every_config() -> Iterator[Job]:
     """Each row an H200 can choose and the pointer form it falls back to, whatever shape would choose it."""
     cases = {
         "nt": (linear_case(150, 136, 264, "bias residual norm_weight"), linear_case(150, 136, 264, "residual wide columns", 0.5),
-               plain_mlp_case(150, 136, 264, "gelu", "bias"), qkv_case(2, 75, 136, 64, 1, 3)),
+               plain_mlp_case(150, 136, 264, "gelu", "bias"), qkv_case(2, 75, 136, 64, 1, 3),
+               qkv_case(2, 75, 136, 64, 1, 3, norm="early", bias=True)),
         "pair": (mlp_case(150, 136, 264, normed=True),),
         "nn": (linear_case(150, 136, 264), linear_case(150, 136, 264, "columns")),
         "tn": (linear_case(150, 136, 264),),

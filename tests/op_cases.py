@@ -127,26 +127,78 @@ def plain_mlp_case(tokens: int, hidden: int, ffn: int, activation: str, given: s
 
 
 def qkv_case(batch: int, seq: int, hidden: int, head_dim: int, kv_heads: int, group: int, *, bias: bool = False,
-             tables: str = "one", normed: bool = False) -> Case:  # fmt: skip
-    """tables: "one" for all batch items, one for "each", or "view" (the first half of full-width tables, as HF's)."""
+             tables: str = "one", normed: bool = False, rope: str = "half", part: float = 1.0, norm: str = "",
+             layout: str = "split") -> Case:  # fmt: skip
+    """tables: "one" for all batch items, one for "each", or views of full-width tables as HF's: "view" (two halves, the first)
+    or "repeat" (every angle twice). rope: "half", "interleaved" or "", of a part of the head. norm per head: "early" and "late"
+    rounded rms (late with an offset), "layer" with weights of each head. layout: of one fused weight, see fused."""
+    half = int(head_dim * part) // 2
 
     def make(dtype: torch.dtype, g: torch.Generator) -> Args:
-        widths = {"q": kv_heads * group * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
-        accurate = torch.float64 if dtype is torch.float64 else torch.float32
-        cos, sin = rotary_tables(batch if tables == "each" else 1, seq, head_dim, accurate)
-        cos, sin = cos[..., : head_dim // 2], sin[..., : head_dim // 2]
-        if tables != "view":
-            cos, sin = cos.contiguous(), sin.contiguous()
+        heads = {"q": kv_heads * group, "k": kv_heads, "v": kv_heads}
         x = randn(batch, seq, hidden, dtype=dtype, generator=g)
+        full = rotary_tables(batch if tables == "each" else 1, seq, 2 * half, accurate(dtype))
+        cos, sin = (table_view(t, tables) for t in full)
+        weights = [randn(n, head_dim, hidden, dtype=dtype, generator=g, scale=hidden**-0.5) for n in heads.values()]
+        biases = [randn(n, head_dim, dtype=dtype, generator=g) for n in heads.values()]
+        scales = [randn(n if norm == "layer" else 1, head_dim, dtype=dtype, generator=g) for n in (kv_heads * group, kv_heads)]
         return {
             "x": x,
-            **{f"{n}_weight": randn(w, hidden, dtype=dtype, generator=g, scale=hidden**-0.5) for n, w in widths.items()},
-            **{f"{n}_bias": randn(w, dtype=dtype, generator=g) if bias else None for n, w in widths.items()},
-            "cos": cos, "sin": sin, "sumsq": sums_of_squares(x, g) if normed else None, "head_dim": head_dim, "eps": EPS,
+            **dict(zip(("q_weight", "k_weight", "v_weight"), fused(weights, layout))),
+            **dict(zip(("q_bias", "k_bias", "v_bias"), fused(biases, layout) if bias else [None] * 3)),
+            **({"cos": cos, "sin": sin} if rope else {"cos": None, "sin": None}),
+            "sumsq": sums_of_squares(x, g) if normed else None,
+            **dict(zip(("q_norm", "k_norm"), scales if norm else [None] * 2)),
+            "interleaved": rope == "interleaved", "norm_kind": "layer" if norm == "layer" else "rms", "eps": EPS,
+            "weight_offset": 1.0 if norm == "late" else 0.0, "round_early": norm == "early", "save": bool(norm),
         }  # fmt: skip
 
-    name = f"qkv_rope-{batch}x{seq}x{hidden}-d{head_dim}-{kv_heads * group}:{kv_heads}-{tables}"
-    return Case("qkv_rope", name + "-bias" * bias + "-normed" * normed, make)
+    name = f"qkv_rope-{batch}x{seq}x{hidden}-d{head_dim}-{kv_heads * group}:{kv_heads}-{tables}" + "-bias" * bias
+    marks = [rope * (rope != "half") or "unturned" * (not rope), f"{part:g}" * (part != 1), norm, layout * (layout != "split")]
+    return Case("qkv_rope", "-".join([name + "-normed" * normed, *filter(None, marks)]), make)
+
+
+def accurate(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def table_view(table: Tensor, kind: str) -> Tensor:
+    """cos or sin of two equal halves as `batch seq half`, laid out as kind says."""
+    half = table.shape[-1] // 2
+    if kind == "repeat":
+        return repeat(table[..., :half], "batch seq half -> batch seq (half two)", two=2)[..., ::2]
+    return table[..., :half] if kind == "view" else table[..., :half].contiguous()
+
+
+def fused(tensors: list[Tensor], layout: str) -> list[Tensor]:
+    """q, k, v `heads head_dim ...` as views of one tensor: "stacked" one after the other, "per_head" q, k, v of each head in
+    turn, "columns" stacked and stored `hidden rows` (of two axes: as stacked); "split": as they are."""
+    if layout == "split":
+        return tensors
+    if layout == "per_head":
+        return [*torch.stack(tensors, 1).unbind(1)]
+    rows = torch.cat(tensors)
+    if layout == "columns" and rows.dim() == 3:
+        rows = rows.flatten(0, 1).t().contiguous().t().unflatten(0, rows.shape[:2])
+    return [*rows.split([t.shape[0] for t in tensors])]
+
+
+def rope_case(batch: int, seq: int, head_dim: int, kv_heads: int, group: int, *, tables: str = "one", interleaved: bool = False,
+              part: float = 1.0, heads_first: bool = False) -> Case:  # fmt: skip
+    """heads_first: q and k are views of `batch heads seq head_dim`."""
+    half = int(head_dim * part) // 2
+
+    def make(dtype: torch.dtype, g: torch.Generator) -> Args:
+        def states(heads: int) -> Tensor:
+            t = randn(batch, seq, heads, head_dim, dtype=dtype, generator=g)
+            return t.transpose(1, 2).contiguous().transpose(1, 2) if heads_first else t
+
+        full = rotary_tables(batch if tables == "each" else 1, seq, 2 * half, accurate(dtype))
+        cos, sin = (table_view(t, tables) for t in full)
+        return {"q": states(kv_heads * group), "k": states(kv_heads), "cos": cos, "sin": sin, "interleaved": interleaved}
+
+    name = f"rope-{batch}x{seq}-d{head_dim}-{kv_heads * group}:{kv_heads}-{tables}" + "-interleaved" * interleaved
+    return Case("rope", name + f"-{part:g}" * (part != 1) + "-heads_first" * heads_first, make)
 
 
 def mlp_case(tokens: int, hidden: int, ffn: int, activation: str = "silu", *, bias: bool = False, normed: bool = False,
@@ -191,6 +243,12 @@ SMALL = (
     linear_case(19, 40, 24),
     qkv_case(2, 3, 24, 16, 1, 2, bias=True, tables="each"),
     qkv_case(1, 5, 40, 24, 1, 1),
+    qkv_case(2, 3, 24, 16, 1, 2, tables="repeat", rope="interleaved", part=0.5, norm="late"),
+    qkv_case(1, 5, 24, 24, 2, 1, bias=True, tables="view", part=0.25, norm="layer", layout="per_head"),
+    qkv_case(2, 3, 40, 16, 2, 2, rope="", norm="early", layout="columns"),
+    qkv_case(1, 3, 24, 16, 2, 1, bias=True, rope="", layout="stacked"),
+    rope_case(2, 3, 16, 1, 2, tables="each"),
+    rope_case(1, 5, 24, 2, 1, tables="repeat", interleaved=True, part=0.5, heads_first=True),
     mlp_case(5, 24, 40, "silu", bias=True),
     mlp_case(19, 40, 24, "gelu_tanh"),
     attention_case(2, 5, 7, 1, 2, 16, True),
@@ -252,7 +310,7 @@ def result_gradient(name: str, result: Tensor, seed: int = 7) -> Tensor:
 def with_gradients(op: str, args: Args, run: Callable[[str, Args], dict[str, Tensor]] = call) -> dict[str, Tensor]:
     """Results and the gradients of differentiable arguments, as "grad_<argument>"."""
     names = differentiable(op, args)
-    leaves = {n: args[n].detach().clone().requires_grad_() for n in names}
+    leaves = {n: args[n].detach().requires_grad_() for n in names}
     results = run(op, {**args, **leaves})
     wanted = {n: t for n, t in results.items() if t.requires_grad and f"grad_{n}" in _backward_takes(op)}
     grads = torch.autograd.grad([*wanted.values()], [*leaves.values()], [result_gradient(n, t) for n, t in wanted.items()])

@@ -19,6 +19,7 @@ from op_cases import (
     norm_case,
     plain_mlp_case,
     qkv_case,
+    rope_case,
     to,
 )
 
@@ -36,6 +37,9 @@ RAGGED = (
     linear_case(150, 136, 264, "residual norm_weight"),
     qkv_case(2, 75, 72, 64, 1, 3, bias=True, tables="one"),
     qkv_case(1, 75, 40, 24, 1, 1, tables="view"),
+    qkv_case(2, 75, 72, 64, 2, 1, tables="each", norm="early", part=0.25, layout="per_head"),
+    qkv_case(1, 75, 40, 80, 1, 2, tables="repeat", rope="interleaved", norm="layer", layout="columns"),
+    rope_case(2, 75, 80, 1, 2, tables="view", part=0.4),
     mlp_case(150, 136, 264, bias=True),
     linear_case(150, 136, 264, "bias residual wide columns", 0.5),
     plain_mlp_case(150, 73, 264, "gelu", "bias columns"),
@@ -43,6 +47,7 @@ RAGGED = (
 
 # With several gradients each, none of them a passthrough alone.
 SEVERAL = [*{case.op: case for case in reversed(SMALL) if case.op not in ("attention", "rope")}.values()]
+SEVERAL += [qkv_case(1, 5, 24, 16, 1, 2, norm="late")]
 SEVERAL += [layer_norm_case(5, 24, "bias"), linear_case(5, 24, 40, "bias wide residual", 0.5)]
 
 
@@ -70,7 +75,7 @@ def test_bytes_of_the_forward(case, target):
 
 
 @pytest.mark.parametrize("target", PATHS)
-@pytest.mark.parametrize("case", [*SMALL, *RAGGED[2:3], *RAGGED[-2:]], ids=lambda c: c.id)
+@pytest.mark.parametrize("case", [*SMALL, *RAGGED[2:3], *RAGGED[7:9], *RAGGED[-2:]], ids=lambda c: c.id)
 def test_bytes_of_the_backward(case, target):
     args = backward_arguments(case.op, case.arguments(BF16))
     backward = OPS[case.op].backward.spec.name

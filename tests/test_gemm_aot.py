@@ -5,6 +5,7 @@ spills_gemm.json holds the spill bytes that are known and tolerated. An entry ma
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,37 @@ def meta(dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+def qkv_arguments(form: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Plain with fp32 tables; "full" with bias and row scale; the per-head norms as Qwen3 and Cohere have them; the fused
+    weights of GPT-NeoX (rows of each head together, a quarter turns) and GPT-2 (by columns, nothing turns)."""
+    heads = {"heads": (64, 64, 64), "columns": (32, 32, 32)}.get(form, (32, 8, 8))
+    head_dim = 64 if form == "heads" else HEAD_DIM
+    per_head = form == "layer"
+
+    def weight(n: int) -> Tensor:
+        if form == "heads":
+            return meta(dtype, n, 3, head_dim, HIDDEN)[:, 1]
+        if form == "columns":
+            return meta(dtype, HIDDEN, n * head_dim).t().unflatten(0, (n, head_dim))
+        return meta(dtype, n, head_dim, HIDDEN)
+
+    def table() -> Tensor | None:
+        if form in ("heads", "norm"):
+            return meta(dtype, 1, TOKENS, HEAD_DIM)[..., : 8 if form == "heads" else 64]
+        return None if form == "columns" else meta(torch.float32, 1, TOKENS, HEAD_DIM)[..., ::2]
+
+    return {
+        "x": meta(dtype, 1, TOKENS, HIDDEN), **dict(zip(("q_weight", "k_weight", "v_weight"), map(weight, heads))),
+        **{f"{name}_bias": meta(dtype, n, head_dim) if form in ("full", "heads", "columns", "layer") else None
+           for name, n in zip("qkv", heads)},
+        "cos": table(), "sin": table(), "sumsq": meta(torch.float32, 1, TOKENS, 32) if form == "full" else None,
+        **{f"{name}_norm": meta(dtype, n if per_head else 1, head_dim) if form in ("norm", "layer") else None
+           for name, n in zip("qk", heads)},
+        "interleaved": form == "layer", "norm_kind": "layer" if form == "layer" else "rms", "eps": 1e-5, "weight_offset": 0.0,
+        "round_early": form == "norm", "save": True,
+    }  # fmt: skip
+
+
 def launch(form: str, dtype: torch.dtype) -> None:
     """One launch of each form a kernel is used in, with all its optional arguments or none."""
     x, wide, vector = meta(dtype, TOKENS, HIDDEN), meta(dtype, FFN, HIDDEN), meta(dtype, HIDDEN)
@@ -46,14 +78,7 @@ def launch(form: str, dtype: torch.dtype) -> None:
         w = meta(dtype, HIDDEN, FFN).t() if "columns" in form else wide
         OPS["plain_mlp"].launch(x, w, wide[:, 0], "gelu_tanh" if "tanh" in form else "gelu", "save" in form)
     elif form.startswith("qkv_rope"):
-        full = form.endswith("full")
-        q, kv, table = (
-            meta(dtype, HIDDEN, HIDDEN),
-            meta(dtype, HIDDEN // 4, HIDDEN),
-            meta(torch.float32, 1, TOKENS, HEAD_DIM // 2),
-        )
-        biases = (vector, vector[: HIDDEN // 4], vector[: HIDDEN // 4]) if full else (None, None, None)
-        OPS["qkv_rope"].launch(x[None], q, kv, kv, *biases, table, table, sums[None] if full else None, HEAD_DIM, 1e-5)
+        OPS["qkv_rope"].launch(**qkv_arguments(form.partition("-")[2], dtype))
     elif form == "gated_mlp":
         OPS["gated_mlp"].launch(x, wide, wide, None, None, None, "silu", 1e-5, False)
     elif form == "gated_mlp-save":
@@ -73,14 +98,15 @@ def launch(form: str, dtype: torch.dtype) -> None:
 
 FORMS = {
     "nt": ("linear-full", "qkv_rope", "linear", "qkv_rope-full", "linear-wide", "linear-columns", "linear-wide-columns",
-           "plain_mlp-save", "plain_mlp", "plain_mlp-tanh", "plain_mlp-tanh-columns-save"),
+           "plain_mlp-save", "plain_mlp", "plain_mlp-tanh", "plain_mlp-tanh-columns-save",
+           "qkv_rope-norm", "qkv_rope-layer", "qkv_rope-heads", "qkv_rope-columns"),
     "pair": ("gated_mlp-save", "gated_mlp-full", "gated_mlp"),
     "nn": ("grad_input-three", "grad_input", "grad_input-columns"),
     "tn": ("grad_weight",),
 }
 
 
-QUICK = ("qkv_rope", "linear-columns", "plain_mlp-save", "grad_input-columns")
+QUICK = ("qkv_rope", "qkv_rope-norm", "linear-columns", "plain_mlp-save", "grad_input-columns")
 
 
 def configs(name: str, itemsize: int) -> dict[str, list[_gemm.Config]]:
@@ -183,15 +209,20 @@ def test_norm_compiles_everywhere(name, hidden, form):
 @pytest.mark.parametrize("name", ["sm_80", "sm_90"])
 def test_the_other_kernels(name):
     """Elementwise and column sums: no dot, no spill."""
-    x, w, kv = meta(torch.bfloat16, TOKENS, 4096), meta(torch.bfloat16, 8192, 4096), meta(torch.bfloat16, 1024, 4096)
+    x, w = meta(torch.bfloat16, TOKENS, 4096), meta(torch.bfloat16, 8192, 4096)
     with aot.compile_only(TARGETS[name]) as kernels:
         for activation in ("silu", "gelu", "gelu_tanh"):
             g = meta(torch.bfloat16, TOKENS, 8192)
             OPS["gated_mlp_backward"].launch(g, x, w, w, g, g, activation, False, False, False, True, False)
-        q, k = meta(torch.bfloat16, 1, TOKENS, 32, 128), meta(torch.bfloat16, 1, TOKENS, 8, 128)
-        table = meta(torch.float32, 1, TOKENS, 64)
-        OPS["qkv_rope_backward"].launch(q, k, k, x[None], w[:4096], kv, kv, table, table, 128, *[False] * 7)
-    assert sorted({k.name for k in kernels}) == ["_act_backward_kernel", "_turn_back_kernel", "sum_rows_kernel"]
+        for form in ("", "norm", "layer", "heads"):
+            given = qkv_arguments(form, torch.bfloat16)
+            states = [meta(torch.bfloat16, 1, TOKENS, *given[f"{n}_weight"].shape[:2]) for n in "qkv"]
+            known = {**given, **{f"grad_{n}": t for n, t in zip("qkv", states)}}
+            known |= {f"{n}_pre": t if form in ("norm", "layer") else None for n, t in zip("qk", states)}
+            known |= {f"need_{n}": n == "q_bias" or n.endswith("norm") and t is not None for n, t in given.items()}
+            backward = OPS["qkv_rope"].backward.launch
+            backward(*[known[n] for n in inspect.signature(backward).parameters])
+    assert sorted({k.name for k in kernels}) == ["_act_backward_kernel", "_turn_kernel", "sum_rows_kernel"]
     assert aot.problems(kernels, TARGETS[name]) == []
     assert not any(map(aot.has_narrow_dot, kernels))
 

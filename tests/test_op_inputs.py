@@ -26,6 +26,7 @@ from op_cases import (
     plain_mlp_case,
     qkv_case,
     recording,
+    rope_case,
     rotary_tables,
     to,
     with_gradients,
@@ -41,7 +42,11 @@ BF16 = torch.bfloat16
 # Attention's own rules are tested with it.
 OWN = tuple(c for c in SMALL if c.op != "attention")
 FIRST = {case.op: case for case in reversed(SMALL)}
-NORM, LINEAR, QKV, MLP, PLAIN_MLP = (FIRST[op] for op in ("norm", "linear", "qkv_rope", "gated_mlp", "plain_mlp"))
+NORM, LINEAR, QKV, ROPE, MLP, PLAIN_MLP = (
+    FIRST[op] for op in ("norm", "linear", "qkv_rope", "rope", "gated_mlp", "plain_mlp")
+)  # fmt: skip
+QKV_NORM = qkv_case(2, 3, 24, 16, 1, 2, tables="repeat", rope="interleaved", part=0.5, norm="late")
+QKV_PLAIN = qkv_case(1, 3, 24, 16, 2, 1, bias=True, rope="", layout="stacked")
 SCALED = linear_case(5, 24, 40, "bias residual columns", 0.25)
 LAYER_NORM = layer_norm_case(5, 24, "bias residual")
 
@@ -86,18 +91,35 @@ ERRORS = [
      "linear: residual has dtype torch.float32, but x has torch.bfloat16: not beside norm_weight"),
     (changed(LINEAR, weight=torch.ones(24, 40).t()[:, 1:]), "linear", ShapeError,
      "linear: weight (out_features in_features) has in_features=23, but in_features=24 so far"),
-    (changed(QKV, v_weight=torch.ones(32, 24)), "qkv_rope", ShapeError,
-     "qkv_rope: v_weight (kv_width hidden) has kv_width=32, but kv_width=16 so far"),
-    (changed(QKV, head_dim=12), "qkv_rope", ValueError, "qkv_rope: head_dim=12, expected 16 to 256 in multiples of 8"),
-    (changed(QKV, head_dim=24), "qkv_rope", ShapeError, "qkv_rope: q_width=32 is not a multiple of head_dim=24"),
+    (changed(QKV, v_weight=torch.ones(2, 16, 24)), "qkv_rope", ShapeError,
+     "qkv_rope: v_weight (kv_heads head_dim hidden) has kv_heads=2, but kv_heads=1 so far"),
+    (changed(QKV, k_weight=torch.ones(1, 24, 24)), "qkv_rope", ShapeError,
+     "qkv_rope: k_weight (kv_heads head_dim hidden) has head_dim=24, but head_dim=16 so far"),
+    ({**qkv_case(1, 3, 24, 264, 1, 1).arguments(torch.float32)}, "qkv_rope", ValueError,
+     "qkv_rope: head_dim=264, expected 16 to 256 in multiples of 8"),
+    (changed(QKV, q_bias=torch.ones(32)), "qkv_rope", ShapeError, "qkv_rope: q_bias has shape (32,), expected (heads head_dim)"),
     (changed(QKV, cos=torch.ones(2, 3, 16)), "qkv_rope", ShapeError,
-     "qkv_rope: sin (1|batch seq half_dim) has half_dim=8, but half_dim=16 so far"),
+     "qkv_rope: sin (1|batch seq half_rotary) has half_rotary=8, but half_rotary=16 so far"),
     (changed(QKV, cos=torch.ones(2, 3, 16), sin=torch.ones(2, 3, 16)), "qkv_rope", ShapeError,
-     "qkv_rope: cos has half_dim=16, expected head_dim/2=8"),
+     "qkv_rope: cos has half_rotary=16, expected at most head_dim/2=8"),
     (changed(QKV, cos=torch.ones(3, 3, 8)), "qkv_rope", ShapeError,
-     "qkv_rope: cos (1|batch seq half_dim) has batch=3, but batch=2 so far"),
+     "qkv_rope: cos (1|batch seq half_rotary) has batch=3, but batch=2 so far"),
     (changed(QKV, sin=torch.ones(1, 4, 8)), "qkv_rope", ShapeError,
-     "qkv_rope: sin (1|batch seq half_dim) has seq=4, but seq=3 so far"),
+     "qkv_rope: sin (1|batch seq half_rotary) has seq=4, but seq=3 so far"),
+    (changed(QKV, sin=None), "qkv_rope", ValueError, "qkv_rope: cos is a tensor, but sin is None: both or neither"),
+    (changed(QKV_NORM, k_norm=None), "qkv_rope", ValueError, "qkv_rope: q_norm is a tensor, but k_norm is None: both or neither"),
+    (changed(QKV_NORM, norm_kind="batch"), "qkv_rope", ValueError,
+     "qkv_rope: norm_kind='batch', expected one of 'rms', 'layer'"),
+    (changed(QKV_NORM, q_norm=torch.ones(3, 16)), "qkv_rope", ShapeError,
+     "qkv_rope: q_norm (1|heads head_dim) has heads=3, but heads=2 so far"),
+    (changed(ROPE, k=torch.ones(2, 4, 1, 16)), "rope", ShapeError,
+     "rope: k (batch seq kv_heads head_dim) has seq=4, but seq=3 so far"),
+    (changed(ROPE, cos=torch.ones(1, 3, 9), sin=torch.ones(1, 3, 9)), "rope", ShapeError,
+     "rope: cos has half_rotary=9, expected at most head_dim/2=8"),
+    ({**rope_case(1, 3, 12, 1, 1).arguments(torch.float32)}, "rope", ValueError,
+     "rope: head_dim=12, expected 16 to 256 in multiples of 8"),
+    (changed(ROPE, k=torch.ones(2, 3, 1, 16, dtype=BF16)), "rope", ValueError,
+     "rope: k has dtype torch.bfloat16, but q has torch.float32"),
     (changed(MLP, up_weight=torch.ones(39, 24)), "gated_mlp", ShapeError,
      "gated_mlp: up_weight (ffn hidden) has ffn=39, but ffn=40 so far"),
     (changed(MLP, activation="tanh"), "gated_mlp", ValueError,
@@ -203,6 +225,7 @@ def expanded(t: Tensor) -> Tensor:
 
 STRIDED = (norm_case(19, 40), layer_norm_case(19, 40, "bias residual"),
            linear_case(70, 40, 24, "bias residual"), qkv_case(2, 35, 40, 16, 1, 2, bias=True, tables="each"),
+           qkv_case(2, 35, 40, 16, 1, 2, norm="layer", rope="interleaved"), rope_case(2, 35, 16, 1, 2, tables="each"),
            mlp_case(70, 40, 24, bias=True), plain_mlp_case(70, 40, 24, "gelu", "bias"))  # fmt: skip
 
 
@@ -347,13 +370,20 @@ def launched(case: Case, frozen: set[str]) -> Counter[str]:
         (LINEAR, {"weight"}, {"grad_input_kernel": 1, "sum_rows_kernel": 1}),
         (LINEAR, {"x", "bias"}, {"grad_weight_kernel": 1}),
         (LINEAR, {"x", "weight", "bias"}, {}),  # the residual's gradient is the result's own
-        (QKV, set(), {"_turn_back_kernel": 1, "grad_input_kernel": 1, "grad_weight_kernel": 3, "sum_rows_kernel": 3}),
+        (QKV_NORM, set(), {"_turn_kernel": 1, "grad_input_kernel": 1, "grad_weight_kernel": 3, "sum_rows_kernel": 2}),
+        (QKV_NORM, {"q_norm", "k_norm", "k_weight", "x"}, {"_turn_kernel": 1, "grad_weight_kernel": 2}),
+        (QKV_NORM, {"q_norm", "q_weight", "k_weight", "v_weight", "x"}, {"_turn_kernel": 1, "sum_rows_kernel": 1}),
+        (QKV_PLAIN, {"k_bias"}, {"grad_input_kernel": 1, "grad_weight_kernel": 3, "sum_rows_kernel": 2}),
+        (QKV, {"x", "q_weight", "k_weight", "q_bias", "k_bias"}, {"grad_weight_kernel": 1, "sum_rows_kernel": 1}),
+        (ROPE, set(), {"_turn_kernel": 1}),
+        (ROPE, {"k"}, {"_turn_kernel": 1}),
+        (QKV, set(), {"_turn_kernel": 1, "grad_input_kernel": 1, "grad_weight_kernel": 3, "sum_rows_kernel": 3}),
         (
             QKV,
             {"q_weight", "k_weight", "v_weight", "q_bias", "k_bias", "v_bias"},
-            {"_turn_back_kernel": 1, "grad_input_kernel": 1},
+            {"_turn_kernel": 1, "grad_input_kernel": 1},
         ),
-        (QKV, {"x", "k_weight", "q_bias"}, {"_turn_back_kernel": 1, "grad_weight_kernel": 2, "sum_rows_kernel": 2}),
+        (QKV, {"x", "k_weight", "q_bias"}, {"_turn_kernel": 1, "grad_weight_kernel": 2, "sum_rows_kernel": 2}),
         (PLAIN_MLP, set(), {"_act_backward_kernel": 1, "grad_input_kernel": 1, "grad_weight_kernel": 1, "sum_rows_kernel": 1}),
         (PLAIN_MLP, {"weight", "bias"}, {"_act_backward_kernel": 1, "grad_input_kernel": 1}),
         (PLAIN_MLP, {"x", "weight"}, {"_act_backward_kernel": 1, "sum_rows_kernel": 1}),
@@ -424,11 +454,14 @@ def test_results_are_new_memory(case):
 def test_nan_in_one_row_stays_in_it(case):
     """Rows are independent: a NaN (or what padding holds) touches no other."""
     args = case.arguments(torch.float32)
-    x = args["x"]
-    rows = x.reshape(-1, x.shape[-1]).clone()
-    rows[-1] = float("nan")
+    dirty_args = dict(args)
+    for name in ("q", "k") if case.op == "rope" else ("x",):
+        shape = args[name].shape
+        rows = args[name].reshape(shape[:2].numel() if len(shape) > 2 else shape[0], -1).clone()
+        rows[-1] = float("nan")
+        dirty_args[name] = rows.view(shape)
     with recording("sm_90"):
-        clean, dirty = call(case.op, args), call(case.op, {**args, "x": rows.view(x.shape)})
+        clean, dirty = call(case.op, args), call(case.op, dirty_args)
     for name, value in clean.items():
         flat = [t.reshape(rows.shape[0], -1) for t in (value, dirty[name])]
         assert torch.equal(flat[0][:-1], flat[1][:-1]), name

@@ -24,6 +24,7 @@ from op_cases import (
     plain_mlp_case,
     qkv_case,
     recording,
+    rope_case,
     to,
 )
 from torch import Tensor
@@ -121,6 +122,10 @@ def test_row_statistics_equal_a_norm(consumer, dtype, target):
 QKV_SMALL = [
     qkv_case(2, 19, 40, 16, 3, 1, bias=True, tables="each"),
     qkv_case(1, 37, 72, 24, 1, 3, tables="view"),
+    qkv_case(2, 19, 40, 32, 1, 3, tables="repeat", rope="interleaved", norm="layer"),
+    qkv_case(1, 21, 40, 80, 2, 1, bias=True, part=0.4, norm="early", layout="per_head"),
+    qkv_case(1, 21, 72, 24, 1, 2, bias=True, tables="repeat", rope="interleaved", part=0.5, norm="late", layout="columns"),
+    qkv_case(2, 19, 40, 16, 3, 1, rope="", layout="stacked"),
 ]
 QKV_WIDE = [
     qkv_case(2, 70, 72, 64, 1, 7, tables="one"),
@@ -128,7 +133,16 @@ QKV_WIDE = [
     qkv_case(1, 150, 40, 96, 1, 3, bias=True),
     qkv_case(3, 50, 72, 128, 1, 1, tables="view"),
     qkv_case(1, 19, 40, 256, 1, 3, tables="view"),
+    qkv_case(2, 70, 72, 128, 1, 2, norm="early", bias=True),
+    qkv_case(2, 70, 72, 64, 2, 1, norm="layer", rope="interleaved", tables="repeat"),
+    qkv_case(2, 70, 72, 64, 3, 1, part=0.25, bias=True, layout="per_head"),
+    qkv_case(2, 70, 72, 64, 3, 1, rope="", bias=True, layout="columns"),
+    qkv_case(1, 150, 40, 80, 1, 2, norm="late", part=0.5, layout="columns"),
+    qkv_case(1, 150, 40, 96, 2, 1, part=0.25, norm="layer", bias=True, layout="per_head"),
+    qkv_case(1, 150, 72, 128, 1, 2, part=0.75, layout="stacked"),
+    qkv_case(1, 150, 72, 256, 1, 1, norm="early", part=0.5),
 ]
+BY_DESCRIPTORS = (True, False, False, True, False, True, True, True, True, False, False, False, False)
 
 
 @runs(QKV_SMALL, QKV_WIDE)
@@ -136,11 +150,57 @@ def test_qkv_rope(case, dtype, target):
     check(case, dtype, target)
 
 
-@pytest.mark.parametrize(("case", "tma"), [*zip(QKV_WIDE, (True, False, False, True, False))], ids=lambda v: getattr(v, "id", v))
+@pytest.mark.parametrize(("case", "tma"), [*zip(QKV_WIDE, BY_DESCRIPTORS, strict=True)], ids=lambda v: getattr(v, "id", v))
 def test_qkv_rope_by_descriptors(case, tma):
-    """Rows of 16 byte multiples and heads that fill a tile's columns; else pointers."""
+    """Rows of 16 byte multiples and heads that fill a tile's columns, pairs a power of two apart; else pointers."""
     (launch,) = check(case, BF16, "sm_90", gradients=False)
     assert launch.arguments["TMA"] is tma
+
+
+@pytest.mark.parametrize(
+    ("case", "tile"),
+    [(qkv_case(1, 1030, 40, 128, 1, 1, tables="view"), (256, 2)), (qkv_case(1, 1030, 40, 128, 1, 1, norm="early"), (128, 1)),
+     (qkv_case(1, 1030, 40, 64, 2, 1, rope="", bias=True, layout="per_head"), (256, 2))], ids=lambda v: getattr(v, "id", v),
+)  # fmt: skip
+def test_qkv_rope_in_column_halves(case, tile):
+    """The widest tile is finished in two halves; with fp32 tables and a norm it would spill."""
+    (launch,) = check(case, BF16, "sm_90", gradients=False)
+    assert (launch.arguments["BN"], launch.arguments["SPLIT"]) == tile
+
+
+def test_narrow_tables():
+    """bf16 tables, as HF makes them: the widest tile whole, or in halves with the norm."""
+    for norm, split in (("", 1), ("early", 2)):
+        case = qkv_case(1, 1030, 40, 128, 1, 1, tables="view", norm=norm)
+        a = case.arguments(BF16)
+        a = {**a, **{n: a[n].to(BF16) for n in ("cos", "sin")}}
+        (launch,) = check(case, BF16, "sm_90", gradients=False, args=a)
+        assert (launch.arguments["BN"], launch.arguments["SPLIT"]) == (256, split)
+
+
+ROPE = [
+    rope_case(2, 19, 64, 1, 3, tables="each"), rope_case(1, 37, 24, 2, 1, tables="view"),
+    rope_case(2, 19, 32, 3, 1, tables="repeat", interleaved=True), rope_case(1, 37, 80, 1, 2, part=0.4, heads_first=True),
+    rope_case(2, 5, 96, 1, 1, part=0.25), rope_case(1, 21, 40, 1, 2, tables="view", interleaved=True, part=0.5),
+    rope_case(1, 9, 256, 2, 1, part=0.75),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@cases(*ROPE)
+def test_rope(case, dtype):
+    """One launch each way, whatever the strides."""
+    assert [launch.kernel for launch in check(case, dtype, "sm_90")] == ["_turn_kernel"] * 2
+
+
+def test_rope_and_its_backward_are_inverse():
+    a = rope_case(2, 9, 24, 1, 2, tables="repeat", interleaved=True, part=0.5).arguments(torch.float64)
+    q, k = (a[n].requires_grad_() for n in "qk")
+    with recording("sm_90"):
+        turned = ops.rope(q, k, a["cos"], a["sin"], interleaved=True)
+        back = torch.autograd.grad(turned, [q, k], turned)
+    for given, again in zip((q, k), back):
+        torch.testing.assert_close(again, given.detach())
 
 
 @runs([qkv_case(2, 19, 72, 32, 1, 2, tables="each", normed=True)], [qkv_case(2, 70, 72, 64, 1, 1, bias=True, normed=True)])
@@ -148,16 +208,32 @@ def test_qkv_rope_with_a_row_scale(case, dtype, target):
     check(case, dtype, target, gradients=False)
 
 
-def test_rotation_is_that_of_transformers():
-    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb  # imported here: it takes seconds
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotation_is_that_of_transformers(interleaved):
+    if interleaved:
+        from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb  # imported here: it takes seconds
+    else:
+        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-    a = qkv_case(2, 9, 40, 24, 2, 3, tables="each").arguments(torch.float32)
-    plain = op_cases.call("qkv_rope", {**a, "cos": torch.ones_like(a["cos"]), "sin": torch.zeros_like(a["sin"])})
-    cos, sin = (torch.cat((a[n], a[n]), -1) for n in ("cos", "sin"))
+    a = qkv_case(2, 9, 40, 24, 2, 3, tables="each", rope="interleaved" if interleaved else "half").arguments(torch.float32)
+    plain = op_cases.call("qkv_rope", {**a, "cos": None, "sin": None})
+    cos, sin = (a[n].repeat_interleave(2, -1) if interleaved else torch.cat((a[n], a[n]), -1) for n in ("cos", "sin"))
     want = apply_rotary_pos_emb(plain["q"].transpose(1, 2), plain["k"].transpose(1, 2), cos, sin)
+    turned = dict(zip("qk", ops.rope(plain["q"], plain["k"], a["cos"], a["sin"], interleaved=interleaved)))
+    for got in (op_cases.call("qkv_rope", a), turned):
+        for name, value in zip("qk", want):
+            torch.testing.assert_close(got[name].transpose(1, 2), value)
+
+
+def test_head_norm_is_that_of_transformers():
+    """Qwen3's q_norm: over head_dim, rounded before the weight."""
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+    a = qkv_case(2, 9, 40, 16, 2, 3, norm="early", rope="").arguments(BF16)
+    norm = Qwen3RMSNorm(16, eps=EPS)
+    norm.weight.data = a["q_norm"][0]
     got = op_cases.call("qkv_rope", a)
-    for name, value in zip("qk", want):
-        torch.testing.assert_close(got[name].transpose(1, 2), value)
+    torch.testing.assert_close(got["q"], norm(got["q_pre"]))
 
 
 @pytest.mark.parametrize("target", PATHS)
@@ -303,13 +379,20 @@ def public(op: str):
     if op == "gated_mlp":
         call = lambda x, g, u, a, b: ops.gated_mlp(x, g, u, activation="gelu", gate_bias=a, up_bias=b)
         return call, [(2, 3, 24), (40, 24), (40, 24), (40,), (40,)]
+    if op == "rope":
+        cos, sin = (t[..., :4] for t in op_cases.rotary_tables(1, 3, 16, torch.float32))
+        return lambda q, k: ops.rope(q, k, cos, sin, interleaved=True), [(2, 3, 2, 16), (2, 3, 1, 16)]
+    if op == "qkv_norm_rope":
+        cos, sin = (t[..., :8] for t in op_cases.rotary_tables(1, 3, 16, torch.float32))
+        call = lambda x, q, k, v, b, c: ops.qkv_rope(x, q, k, v, cos, sin, head_dim=16, q_norm=b, k_norm=c, norm_kind="layer")
+        return call, [(2, 3, 24), (32, 24), (16, 24), (16, 24), (2, 16), (16,)]
     if op == "qkv_rope":
         cos, sin = (t[..., :8] for t in op_cases.rotary_tables(1, 3, 16, torch.float32))
         return lambda x, q, k, v: ops.qkv_rope(x, q, k, v, cos, sin, head_dim=16), [(2, 3, 24), (32, 24), (16, 24), (16, 24)]
     return lambda q, k, v: ops.attention(q, k, v, causal=True), [(2, 3, 2, 16), (2, 5, 1, 16), (2, 5, 1, 16)]
 
 
-PUBLIC = ("rms_norm", "layer_norm", "linear", "qkv_rope", "gated_mlp", "plain_mlp", "attention")
+PUBLIC = ("rms_norm", "layer_norm", "linear", "qkv_rope", "qkv_norm_rope", "rope", "gated_mlp", "plain_mlp", "attention")
 
 
 def run_public(call, shapes) -> list[Tensor]:
