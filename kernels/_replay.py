@@ -283,9 +283,12 @@ class Fixed:
         return known[2], addresses
 
     def _read(self, addresses: list[int]) -> tuple[list[int], Any, object]:
-        axes: list[list[None]] = [[None] * t.dim() for t in self.tensors]  # no axis of any size
         # Compares types, sizes, strides, dtypes and devices in one call: what torch.compile guards its graphs with.
-        guard = torch._C._dynamo.guards.TensorGuards(*self.tensors, dynamic_dims_sizes=axes, dynamic_dims_strides=axes)
+        guard = torch._C._dynamo.guards.TensorGuards(
+            *self.tensors,
+            dynamic_dims_sizes=[list(t.shape) for t in self.tensors],
+            dynamic_dims_strides=[list(t.stride()) for t in self.tensors],
+        )
         at = iter(addresses)
         key = (self.facts(self.args), *[layout(a, next(at)) if isinstance(a, Tensor) else a for a in self.args])
         if len(_layouts) >= MAX_PROGRAMS:
