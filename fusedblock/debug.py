@@ -17,9 +17,14 @@ _MAY_BE_INFINITE = frozenset({"mask", "lse"})
 _reported: set[str] = set()
 
 
+@torch.compiler.assume_constant_result  # torch.compile cannot trace it
+def _on() -> bool:
+    return current().debug
+
+
 def watching(t: Tensor) -> bool:
     """Whether to check work on t: debug is on, and its values can be read now (no trace, no capture of a CUDA graph)."""
-    if torch.compiler.is_compiling() or not current().debug or t.is_meta:  # in this order: a trace cannot read the options
+    if not _on() or torch.compiler.is_compiling() or t.is_meta:
         return False
     return not (t.is_cuda and torch.cuda.is_current_stream_capturing())
 
