@@ -68,7 +68,7 @@ def launch(form: str, dtype: torch.dtype) -> None:
     if form == "linear":
         OPS["linear"].launch(x, meta(dtype, HIDDEN, HIDDEN), None, x, None, 1.0)
     elif form == "linear-full":
-        OPS["linear"].launch(x, meta(dtype, HIDDEN, HIDDEN), vector, x, vector, 0.5)
+        OPS["linear"].launch(x, meta(dtype, HIDDEN, HIDDEN), vector, x, vector, 1.0)
     elif form.startswith("linear-wide"):
         w = meta(dtype, HIDDEN, HIDDEN)
         OPS["linear"].launch(x, w.t() if "columns" in form else w, vector, meta(torch.float32, TOKENS, HIDDEN), None, 0.5)
