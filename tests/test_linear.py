@@ -1,4 +1,4 @@
-"""linear and the MLPs beyond plain weights: by columns, scaled, beside an fp32 residual, each activation, halves of one weight."""
+"""linear and the MLPs beyond plain weights: by columns, scaled, beside an fp32 residual, each activation, halves of a weight."""
 
 from __future__ import annotations
 
