@@ -1,4 +1,4 @@
-"""python -m benchmarks layer [--json FILE] [--quick] [--only REGEX] [--budget SECONDS] [--dry]"""
+"""python -m benchmarks layer [--model NAME]... [--json FILE] [--quick] [--only REGEX] [--budget SECONDS] [--dry]"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from . import layer
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Benchmarks on one GPU; see benchmarks/README.md.")
     commands = parser.add_subparsers(dest="command", required=True)
-    layer.add_arguments(commands.add_parser("layer", help="one Llama-3.1-8B decoder layer and its operators, beside their peers"))
+    layer.add_arguments(commands.add_parser("layer", help="decoder layers of three models, and operators, beside their peers"))
     return layer.main(parser.parse_args())
 
 

@@ -38,7 +38,8 @@ class Candidate:
 @dataclass
 class Case:
     """implementations: name -> builder, the yardstick first: the others' errors are held to its. reference: results in higher
-    precision, in the order in which the calls return them; built when first needed. host: time the host instead of the device.
+    precision, in the order in which the calls return them; built when first needed. host: how many calls in a row to time the
+    host with, 0 not to; host_only: not the device.
     """
 
     bench: str
@@ -47,7 +48,9 @@ class Case:
     reference: Callable[[], list[Tensor]]
     flops: int
     bytes: Callable[[], int]
-    host: bool = False
+    model: str = "llama"
+    host: int = 0
+    host_only: bool = False
 
 
 @dataclass
@@ -130,9 +133,14 @@ def run(case: Case, settings: Settings) -> list[Row]:
             fact["status"] = f"failed: {_reason(error)}"
             if settings.on_gpu:
                 torch.cuda.synchronize()
-        settings.log(f"  {case.name}, {name}: {fact['status']} ({time.monotonic() - started:.0f} s)")
+        settings.log(f"  {case.model}, {case.name}, {name}: {fact['status']} ({time.monotonic() - started:.0f} s)")
     del reference
-    rows = [_row(case, name, facts[name], t, settings) for name, t in _times(case, good, facts, settings).items()]
+    times = _times(case, good, facts, settings)
+    if case.host:
+        for name, candidate in good.items():
+            t = times[name] if case.host_only else _host(case, candidate, settings)
+            facts[name]["host_us"] = t and round(t.median_ms * 1e3, 2)
+    rows = [_row(case, name, facts[name], t, settings) for name, t in times.items()]
     settings.rows += rows
     good.clear()
     gc.collect()
@@ -163,8 +171,8 @@ def _times(
 
 
 def _interleave(case: Case, good: dict[str, Candidate], settings: Settings) -> dict[str, timing.Timing]:
-    if case.host:
-        return {name: timing.host_time(c.calls[0], before=c.before) for name, c in good.items()}
+    if case.host_only:
+        return {name: _host(case, c, settings) for name, c in good.items()}
     return timing.interleave(
         {name: c.calls for name, c in good.items()},
         timer=settings.timer(),
@@ -172,6 +180,10 @@ def _interleave(case: Case, good: dict[str, Candidate], settings: Settings) -> d
         rounds=settings.rounds,
         budget_s=max(0.0, min(settings.seconds, settings.left)),
     )
+
+
+def _host(case: Case, candidate: Candidate, settings: Settings) -> timing.Timing:
+    return timing.host_time(candidate.calls[0], before=candidate.before, calls=case.host, rounds=settings.rounds)
 
 
 def _fails(case: Case, name: str, candidate: Candidate, settings: Settings) -> str | None:
@@ -192,8 +204,8 @@ def _row(case: Case, name: str, fact: dict[str, Any], t: timing.Timing | None, s
     return Row(
         case.bench, case.name, name,
         ms=t and round(t.median_ms, 6),
-        tflops=None if t is None or case.host else round(case.flops / t.median_ms / 1e9, 3),
-        gbps=None if t is None or case.host else round(case.bytes() / t.median_ms / 1e6, 2),
+        tflops=None if t is None or case.host_only else round(case.flops / t.median_ms / 1e9, 3),
+        gbps=None if t is None or case.host_only else round(case.bytes() / t.median_ms / 1e6, 2),
         peak_mib=fact.get("peak_mib"),
         max_rel_error=_finite(fact.get("max_rel_error")),
         spread=t and round(t.spread, 4),
@@ -201,6 +213,7 @@ def _row(case: Case, name: str, fact: dict[str, Any], t: timing.Timing | None, s
         method=t and t.method,
         status=fact["status"],
         device=stamp.device, versions=stamp.versions, commit=stamp.commit, date=stamp.date,
+        model=case.model, host_us=fact.get("host_us"),
     )  # fmt: skip
 
 

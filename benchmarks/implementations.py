@@ -1,7 +1,8 @@
-"""One Llama-3.1-8B decoder layer with seeded weights, and every implementation of it that is compared."""
+"""One decoder layer with seeded weights, and every implementation of it that is compared."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import types
 from collections.abc import Callable
@@ -10,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, StaticCache
-from transformers.models.llama import modeling_llama
+from transformers import LlamaConfig, Qwen3Config, Starcoder2Config, StaticCache
 
 import fusedblock
 from fusedblock.metering.timing import MOST_CALLS
 from fusedblock.metering.workload import copy_module, on
+from fusedblock.models.adapter import cache_names
+from fusedblock.models.table import SPECS
 
 from .engine import Candidate
 
@@ -25,19 +27,60 @@ LLAMA_8B = LlamaConfig(
     rope_parameters={"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
                      "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
 )  # fmt: skip
-TINY = LlamaConfig(
-    hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1, vocab_size=128
-)
+# LayerNorms and linear layers with biases, a plain MLP with tanh-GELU, keys for every head: Starcoder2's layer, at other sizes.
+LAYERNORM = Starcoder2Config(
+    hidden_size=4096, intermediate_size=16384, num_attention_heads=32, num_key_value_heads=32, num_hidden_layers=1,
+    vocab_size=128, norm_epsilon=1e-5, use_bias=True, hidden_act="gelu_pytorch_tanh", sliding_window=None,
+    max_position_embeddings=131072, bos_token_id=0, eos_token_id=0,
+)  # fmt: skip
+QWEN3_8B = Qwen3Config(
+    hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8, head_dim=128, num_hidden_layers=1,
+    vocab_size=128, rms_norm_eps=1e-6, max_position_embeddings=40960,
+    rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+)  # fmt: skip
+_SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 128}
+TINY = LlamaConfig(**_SMALL, num_key_value_heads=2)
 
 
-def make_layer(config: LlamaConfig, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    """A layer with transformers' initial weights (normal, 0.02) and norm weights around 1."""
+@dataclass(frozen=True)
+class Model:
+    """A layer under test. tiny: the same numerics for a dry run. peers: implementations beside HF's, torch.compile's and ours."""
+
+    title: str
+    config: Any
+    tiny: Any
+    peers: tuple[str, ...] = ("liger",)
+
+
+MODELS = {
+    "llama": Model("Llama-3.1-8B: hidden 4096, 32/8 heads, ffn 14336", LLAMA_8B, TINY),
+    "layernorm": Model(
+        "pre-LayerNorm, biases, plain tanh-GELU MLP: hidden 4096, 32 heads, ffn 16384", LAYERNORM,
+        Starcoder2Config(**_SMALL, num_key_value_heads=4, use_bias=True, sliding_window=None, bos_token_id=0, eos_token_id=0), (),
+    ),
+    "qwen3": Model(
+        "Qwen3-8B: QK-norm, hidden 4096, 32/8 heads, ffn 12288", QWEN3_8B,
+        Qwen3Config(**_SMALL, num_key_value_heads=2, head_dim=16),
+    ),
+}  # fmt: skip
+
+
+def _home(config: Any) -> tuple[Any, str]:
+    """transformers' module of the config's layer, and the layer's class."""
+    spec = next(spec for spec in SPECS.values() if spec.family == config.model_type)
+    return importlib.import_module(spec.home), spec.layer_class
+
+
+def make_layer(config: Any, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """A layer with transformers' initial weights (normal, 0.02), norm weights around 1 and no bias at 0."""
+    home, name = _home(config)
     with device:
-        layer = modeling_llama.LlamaDecoderLayer(config, 0).to(dtype)
+        layer: nn.Module = getattr(home, name)(config, 0).to(dtype)
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for name, p in layer.named_parameters():
-            p.normal_(1.0, 0.1, generator=generator) if "norm" in name else p.normal_(0.0, 0.02, generator=generator)
+            norm = "norm" in name and name.endswith("weight")
+            p.normal_(1.0, 0.1, generator=generator) if norm else p.normal_(0.0, 0.02, generator=generator)
     return layer
 
 
@@ -50,8 +93,8 @@ def clone(layer: nn.Module, attention: str) -> nn.Module:
 
 @dataclass
 class Inputs:
-    """x, grad_out `batch seq hidden`; cos, sin `1 seq head_dim`; keys, values `batch kv_heads context head_dim` of a decode step,
-    the last of whose positions is the new token's."""
+    """x, grad_out `batch seq hidden`; cos, sin `1 seq head_dim`; keys, values `batch kv_heads context head_dim` of a call with a
+    cache, the last of whose positions are the new tokens'."""
 
     x: Tensor
     cos: Tensor
@@ -75,7 +118,8 @@ def make_inputs(layer: nn.Module, batch: int, seq: int, *, train: bool = False, 
 
     x = random(batch, seq, config.hidden_size)
     position = torch.arange((context or seq) - seq, context or seq, device=device)[None]
-    cos, sin = modeling_llama.LlamaRotaryEmbedding(config).to(device)(x, position)
+    rotary = next(part for name, part in vars(_home(config)[0]).items() if name.endswith("RotaryEmbedding"))
+    cos, sin = rotary(config).to(device)(x, position)
     made = Inputs(x, cos, sin, random(*x.shape) if train else None)
     if context:
         head_dim = layer.self_attn.head_dim  # type: ignore[union-attr]
@@ -97,8 +141,7 @@ class Step:
             "position_ids": torch.arange(inputs.context - inputs.x.shape[1], inputs.context, device=inputs.x.device)[None],
         }
         if cache is not None:
-            names = inspect.signature(inspect.unwrap(modeling_llama.LlamaDecoderLayer.forward)).parameters
-            self.arguments["cache" if "cache" in names else "past_key_values"] = cache
+            self.arguments[cache_names(getattr(type(layer), "_fusedblock_original", type(layer)))[0]] = cache
 
     def __call__(self) -> Any:
         with torch.set_grad_enabled(self.train):
@@ -107,22 +150,23 @@ class Step:
 
 
 class Cache:
-    """A StaticCache full of keys, whose write position is set back before each sample: decode steps write near its end."""
+    """A StaticCache full of keys, whose write position is set back before each sample: decode steps write near its end, a prefill
+    fills it."""
 
-    def __init__(self, config: LlamaConfig, inputs: Inputs) -> None:
+    def __init__(self, config: Any, inputs: Inputs) -> None:
         assert inputs.keys is not None and inputs.values is not None
-        self.context = inputs.context
+        self.context, self.seq = inputs.context, inputs.x.shape[1]
         self.cache = StaticCache(config=config, max_cache_len=self.context)
         self.cache.update(inputs.keys, inputs.values, 0)
         self.position: Tensor = self.cache.layers[0].cumulative_length
 
     def last(self) -> None:
-        """The next token is the last that fits, as in the reference."""
-        self.position.fill_(self.context - 1)
+        """The next tokens are the last that fit, as in the reference."""
+        self.position.fill_(self.context - self.seq)
 
     def rewind(self) -> None:
         """Room for the calls of one sample, and for those that lead in to it."""
-        self.position.fill_(max(0, self.context - 2 * MOST_CALLS - 1))
+        self.position.fill_(max(0, self.context - (2 * MOST_CALLS + 1) * self.seq))
 
 
 def additive_mask(inputs: Inputs) -> Tensor:
@@ -143,7 +187,7 @@ def implementations(layer: nn.Module, given: Callable[[], Inputs], backend: str)
         cache, mask = shared[0], None
         if attention == "eager":
             mask = additive_mask(inputs)
-        elif cache is not None:
+        elif cache is not None and inputs.x.shape[1] == 1:
             # With a StaticCache a decode step has a mask under SDPA as well; a prefill without padding has none.
             mask = torch.ones(inputs.x.shape[0], 1, 1, inputs.context, dtype=torch.bool, device=inputs.x.device)
         made.train(inputs.grad_out is not None)
@@ -188,8 +232,9 @@ def with_liger(layer: nn.Module) -> nn.Module:
     from liger_kernel.transformers import LigerSwiGLUMLP, liger_rotary_pos_emb
     from liger_kernel.transformers.monkey_patch import _patch_rms_norm_module, _patch_swiglu_module
 
-    _patch_rms_norm_module(layer.input_layernorm)
-    _patch_rms_norm_module(layer.post_attention_layernorm)
+    for module in layer.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            _patch_rms_norm_module(module)
     _patch_swiglu_module(layer.mlp, LigerSwiGLUMLP)
     attention: Any = layer.self_attn
     original = inspect.unwrap(type(attention).forward)

@@ -27,6 +27,7 @@ class Row:
     ms: median of one call; spread: distance of the quartiles relative to it; method: "graph", "queue" or "host".
     tflops: FLOPs of the case's maths by the time; gbps: bytes that any implementation must move by the time: both have the
     same numerator for every implementation of a case. peak_mib: memory that one call takes beyond weights and inputs.
+    host_us: how long one eager call without gradients keeps the CPU, in microseconds: a median. model: a key of MODELS.
     max_rel_error: the largest of norm(out - ref) / norm(ref) over the results. launches: kernels, copies and fills in the CUDA
     graph of one call.
     status: "ok", or why there is no time.
@@ -48,6 +49,8 @@ class Row:
     versions: dict[str, str | None]
     commit: str | None
     date: str
+    model: str = "llama"
+    host_us: float | None = None
 
 
 @dataclass(frozen=True)
@@ -105,11 +108,13 @@ def text(rows: Sequence[Row]) -> str:
             number(r.gbps, ".0f"),
             number(r.peak_mib, ".0f"),
             number(r.launches, "d"),
+            number(r.host_us, ".0f"),
             number(r.max_rel_error, ".2e"),
             r.method or "-",
             textwrap.shorten(r.status, 60, placeholder=" ..."),
         )
         for r in rows
     ]
-    header = ("implementation", "ms", "spread", "TFLOP/s", "GB/s", "peak MiB", "launches", "max rel error", "method", "status")
-    return table(f"{rows[0].bench}: {rows[0].case}", header, cells)
+    header = ("implementation", "ms", "spread", "TFLOP/s", "GB/s", "peak MiB", "launches", "host us", "max rel error", "method",
+              "status")  # fmt: skip
+    return table(f"{rows[0].model}, {rows[0].bench}: {rows[0].case}", header, cells)

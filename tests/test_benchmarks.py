@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import subprocess
 import sys
 import time
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,15 +19,17 @@ from torch import nn
 from transformers.models.llama import modeling_llama
 
 import fusedblock
-from benchmarks import engine, rows
+from benchmarks import cold, engine, rows
 from benchmarks import layer as layers
 from benchmarks.__main__ import main
 from benchmarks.breakdown import operators
 from benchmarks.engine import Candidate, Case, Settings, errors, run, verdict
 from benchmarks.implementations import (
     LLAMA_8B,
+    MODELS,
     TINY,
     Cache,
+    _home,
     implementations,
     make_inputs,
     make_layer,
@@ -61,7 +65,7 @@ ONLY = "^layer decode: B1 |^operator: (norm|attention|o) forward B1 S24"
 
 
 def test_dry_run_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert layers.main(arguments("--dry", "--json", str(tmp_path / "out.json"), "--only", ONLY)) == 0
+    assert layers.main(arguments("--dry", "--model", "llama", "--json", str(tmp_path / "out.json"), "--only", ONLY)) == 0
     found = rows.read(tmp_path / "out.json")
     printed = capsys.readouterr().out
     assert f"{len(found)} rows" in printed
@@ -83,19 +87,128 @@ def test_dry_run_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.slow
 def test_whole_dry_run(tmp_path: Path) -> None:
-    assert layers.main(arguments("--dry", "--json", str(tmp_path / "out.json"), "--budget", "300")) == 0
+    assert layers.main(arguments("--dry", "--json", str(tmp_path / "out.json"), "--budget", "600")) == 0
     found = rows.read(tmp_path / "out.json")
-    assert {r.bench for r in found} == {
-        "layer forward", "layer forward+backward", "layer decode", "layer decode, host time of an eager call", "operator"
-    }  # fmt: skip
+    of_layers = {"layer forward", "layer forward+backward", "layer decode", "layer host", "layer cold"}
+    assert {r.bench for r in found if r.model == "llama"} == of_layers | {"operator"}
+    assert {r.bench for r in found if r.model == "layernorm"} == {r.bench for r in found if r.model == "qwen3"} == of_layers
     bad = {(r.case, r.impl, r.status) for r in found if r.status != "ok" and r.impl not in ("liger", "sdpa, cudnn")}
     assert bad == set()
-    assert all(r.tflops is None and r.method == "host" for r in found if "host" in r.bench and r.status == "ok")
+    for row in found:
+        if row.impl == "fusedblock" and row.bench != "operator":
+            timed = row.bench == "layer host" or (row.bench, row.case) in (("layer decode", "B1 KV80"), ("layer forward", "B1 S8"))
+            assert (row.host_us is not None) == timed, row
+        if row.bench == "layer host":
+            assert row.tflops is None and row.method == "host" and row.host_us == pytest.approx(1e3 * row.ms, rel=1e-3)
+
+
+@pytest.mark.parametrize("model", ["layernorm", "qwen3"])
+def test_dry_run_of_one_model(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, only = tmp_path / "out.json", "forward: B1 S8|decode: B1 |host"
+    assert layers.main(arguments("--dry", "--model", model, "--json", str(path), "--only", only)) == 0
+    found = rows.read(path)
+    cases = {("layer forward", "B1 S8"), ("layer decode", "B1 KV80"), ("layer host", "B1 S8, static cache"),
+             ("layer host", "B1 S1, no cache")}  # fmt: skip
+    assert {r.model for r in found} == {model} and {(r.bench, r.case) for r in found} == cases
+    assert {r.status for r in found if r.impl != "liger"} == {"ok"}
+    assert [r.impl for r in found if r.impl == "liger"] == (["liger"] * 2 if model == "qwen3" else [])
+    ours = [r for r in found if r.impl == "fusedblock"]
+    assert len(ours) == 4 and all(r.max_rel_error is not None and 0 < r.max_rel_error < 0.05 for r in ours)
+    assert all(r.host_us is not None and r.host_us > 0 for r in ours)
+    targets = json.loads(path.read_text())["targets"]
+    limits = [(t["what"].rpartition(": ")[2], t["limit"]) for t in targets if t["limit"]]
+    assert sorted(limits) == [("host us", 60.0)] * 4 + [("time to torch.compile's", 1.0)] * 2
+    printed = capsys.readouterr().out
+    assert "targets" in printed and all(t["what"] in printed for t in targets)
+
+
+def row(impl: str, ms: float, bench: str = "layer forward", case: str = "B1 S512", **more: Any) -> rows.Row:
+    blank = dict.fromkeys(("tflops", "gbps", "peak_mib", "max_rel_error", "spread", "launches", "method", "commit"))
+    values = {**blank, "status": "ok", "device": "x", "versions": {}, "date": "2026-01-01", "model": "qwen3", **more}
+    return rows.Row(bench, case, impl, ms, **values)
+
+
+def test_targets_are_of_the_rows() -> None:
+    made = [
+        row("torch.compile", 2.0), row("fusedblock", 1.9, host_us=61.0, launches=8), row("torch.compile", 9.0, model="llama"),
+        row("torch.compile", 4.0, "layer forward+backward"), row("fusedblock", 5.0, "layer forward+backward"),
+        row("fusedblock, first call", 15000.0, "layer cold"), row("fusedblock, second call", 0.6, "layer cold"),
+        row("fusedblock, steady call", 0.5, "layer cold"), row("hf-sdpa", 1.0, host_us=900.0),
+    ]  # fmt: skip
+    found = {t["what"]: (t["measured"], t["limit"]) for t in layers.targets(made)}
+    assert found == {
+        "layer forward, B1 S512: time to torch.compile's": (0.95, 1.0),
+        "layer forward, B1 S512: launches": (8, None),
+        "layer forward, B1 S512: host us": (61.0, 60.0),
+        "layer forward+backward, B1 S512: time to torch.compile's": (1.25, None),
+        "layer cold, B1 S512: first call, s": (15.0, 20.0),
+        "layer cold, B1 S512: second call to a steady one": (1.2, None),
+    }
+    lines = [line.split() for line in layers.targets_text(layers.targets(made)).splitlines()]
+    assert [line[-1] for line in lines if line and line[-1] in ("met", "missed")] == ["met", "missed", "met"]
+
+
+def test_cold_is_a_new_process_with_an_empty_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def process(command: list[str], env: dict[str, str], **kwargs: Any) -> Any:
+        seen.append((command, Path(env["TRITON_CACHE_DIR"]), list(Path(env["TRITON_CACHE_DIR"]).iterdir())))
+        return subprocess.CompletedProcess(command, 1, "", "Traceback\nRuntimeError: no room")
+
+    monkeypatch.setattr(subprocess, "run", process)
+    made = cold.run("qwen3", settings())
+    ((command, cache, held),) = seen
+    assert command[1:] == ["-m", "benchmarks.cold", "qwen3", "--dry"] and held == [] and not cache.exists()
+    assert {r.status for r in made} == {"failed: RuntimeError: no room"} and {r.ms for r in made} == {None}
+    assert {r.status for r in cold.run("qwen3", settings(-1.0))} == {"skipped: out of time"} and len(seen) == 1
+
+
+def test_a_layer_that_falls_back_when_cold_says_so() -> None:
+    found = cold.measure("layernorm", CPU, True)
+    assert [one["status"] for one in found] == ["ok", "ok"]
+    reason = "fell back: forward-mode differentiation is on"
+    with torch.autograd.forward_ad.dual_level():
+        assert {one["status"] for one in cold.measure("layernorm", CPU, True)} == {reason}
+
+
+def test_models_are_what_they_are_called() -> None:
+    """The layers of the benchmark, by the parameters that their sizes give."""
+    hidden, kv = 4096, 1024
+    expected = {
+        "llama": hidden * (2 * hidden + 2 * kv + 3 * 14336) + 2 * hidden,
+        "layernorm": hidden * (4 * hidden + 2 * 16384) + 4 * hidden + (4 * hidden + 16384 + hidden),
+        "qwen3": hidden * (2 * hidden + 2 * kv + 3 * 12288) + 2 * hidden + 2 * 128,
+    }
+    for name, model in MODELS.items():
+        home, layer_class = _home(model.config)
+        with torch.device("meta"):
+            made = getattr(home, layer_class)(model.config, 0)
+        assert sum(p.numel() for p in made.parameters()) == expected[name]
+        tiny = make_layer(model.tiny, CPU)
+        assert type(tiny) is type(made) and all(p.abs().sum() > 0 for p in tiny.parameters())
+    assert MODELS["llama"].config is LLAMA_8B
+
+
+def test_models_share_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one leaves is the next one's; none begins with less than its share."""
+    clock, left = [0.0], {}
+    monkeypatch.setattr(layers.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(layers, "cases", lambda name, *rest: [types.SimpleNamespace(bench="forward", name=name)])
+    monkeypatch.setattr(layers, "breakdowns", lambda *rest: [types.SimpleNamespace(bench="forward", name="operators")])
+
+    def spend(case: Any, given: Settings) -> list[rows.Row]:
+        left[case.name] = given.deadline - clock[0]
+        clock[0] += 10.0 if case.name == "llama" else 100.0
+        return [row("fusedblock", 1.0)]
+
+    monkeypatch.setattr(layers, "run", spend)
+    assert layers.main(arguments("--dry", "--budget", "300", "--only", "forward")) == 0
+    assert left == {"llama": 100.0, "layernorm": 145.0, "qwen3": 190.0, "operators": 90.0}
 
 
 def test_budget_leaves_rows_that_say_skipped(tmp_path: Path) -> None:
     path = str(tmp_path / "out.json")
-    assert layers.main(arguments("--dry", "--json", path, "--only", "forward: B1 S24", "--budget", "0")) == 0
+    assert layers.main(arguments("--dry", "--json", path, "--model", "llama", "--only", "forward: B1 S24", "--budget", "0")) == 0
     assert [(r.impl, r.ms, r.status) for r in rows.read(path)] == [(name, None, "skipped: out of time") for name in NAMES]
 
 
