@@ -1,50 +1,69 @@
-"""Read the weights of one decoder layer out of a checkpoint, without the rest of the model, and run that layer fused.
+"""Read one decoder layer out of a sharded checkpoint and run it fused: no transformers, no other shard, no rest of the model.
 
     python examples/load_one_layer.py
 """
 
 from __future__ import annotations
 
+import json
 import tempfile
+from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import fusedblock
+from fusedblock import BlockConfig, FusedBlock, KVCache
 
 LAYER = 1
+CONFIG = {"model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4,
+          "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 10000.0}  # fmt: skip
+
+
+def write_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
+    """Stands for a downloaded checkpoint: config.json, shards and their index. Returns what layer LAYER has in it."""
+    torch.manual_seed(0)
+    layers = [FusedBlock(BlockConfig.from_dict(CONFIG, layer_idx=i)).state_dict() for i in range(CONFIG["num_hidden_layers"])]
+    weights = {f"model.layers.{i}.{name}": tensor for i, layer in enumerate(layers) for name, tensor in layer.items()}
+    fusedblock.save_safetensors(weights, folder, max_shard_size="250KB")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return layers[LAYER]
+
+
+def forget_other_shards(folder: Path) -> int:
+    """Delete the shards that hold nothing of layer LAYER, as if they had not been downloaded. Returns how many."""
+    where = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    needed = {file for name, file in where.items() if name.startswith(f"model.layers.{LAYER}.")}
+    others = set(where.values()) - needed
+    for file in others:
+        (folder / file).unlink()
+    return len(others)
 
 
 def main() -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attn_implementation="sdpa",  # as loaded from a checkpoint; with it, no mask means causal
-    )
-    model = LlamaForCausalLM(config).eval()
-    hidden = torch.randn(1, 16, config.hidden_size)
-    position_embeddings = model.model.rotary_emb(hidden, torch.arange(16)[None])
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        saved = write_checkpoint(folder)
+        print(f"shards deleted, since layer {LAYER} is not in them: {forget_other_shards(folder)}")
 
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)  # stands for a downloaded checkpoint
-        layer = LlamaDecoderLayer(config, LAYER).eval()
-        fusedblock.load_safetensors(layer, folder, prefix=f"model.layers.{LAYER}.")
-
-    same = all(torch.equal(p, q) for p, q in zip(layer.parameters(), model.model.layers[LAYER].parameters(), strict=True))
+        block = FusedBlock(BlockConfig.from_pretrained(folder, layer_idx=LAYER), device="meta").eval()
+        fusedblock.load_safetensors(block, folder)  # finds the prefix: model.layers.1
+    same = all(torch.equal(tensor, saved[key]) for key, tensor in block.state_dict().items())
     print(f"layer {LAYER} holds the checkpoint's weights: {same}")
+    print(block)
 
+    hidden = torch.randn(1, 16, block.config.hidden_size)
     with torch.no_grad():
-        expected = model.model.layers[LAYER](hidden, position_embeddings=position_embeddings)
-        report = fusedblock.fuse(layer)
-        output = layer(hidden, position_embeddings=position_embeddings)
-    print(report)
-    print(f"relative difference from the model's own layer: {(output - expected).norm() / expected.norm():.1e}")
+        at_once = block(hidden)
+        cache = KVCache(max_length=16)
+        prompt, *tokens = hidden.split([12, 1, 1, 1, 1], dim=1)
+        steps = [block(prompt, cache=cache), *(block(token, cache=cache) for token in tokens)]
+    difference = (torch.cat(steps, dim=1) - at_once).norm() / at_once.norm()
+    print(f"relative difference of a prompt and 4 decode steps from one forward: {difference:.1e}")
+
+    block.train()
+    loss = block(hidden).square().mean()
+    loss.backward()
+    print(f"parameters with a gradient: {sum(p.grad is not None for p in block.parameters())} of {len(saved)}")
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ class Checkpoint:
         else:
             self._entries = {key: entry for key, entry in _read_header(source).items() if key.startswith(prefix)}
         try:
-            for file in self.files or (source,):
+            for file in self.files or (() if source.suffix == ".json" else (source,)):
                 self._handles[file] = safe_open(file, framework="pt", device="cpu")
         except (SafetensorError, OSError) as error:
             self.close()

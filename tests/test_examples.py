@@ -16,11 +16,12 @@ EXAMPLES = ROOT / "examples"
 FUSED = r"calls: [1-9]\d* fused, 0 fallback"
 EXPECTED = {
     "swap_and_generate": [FUSED, r"same 16 greedy tokens: True", r"same bits again after unfuse: True"],
-    "load_one_layer": [FUSED, r"layer 1 holds the checkpoint's weights: True"],
+    "load_one_layer": [r"not in them: [1-9]", r"layer 1 holds the checkpoint's weights: True", r"gradient: 9 of 9",
+                       r"relative difference of a prompt and 4 decode steps"],
     "train": [FUSED, r"loss 5\.\d+ -> 0\.\d+ in 30 steps", r"loaded into original layers, are the same: True"],
     "encoder_embeddings": [FUSED, r"relative difference of the embeddings, .*: ", r"cat and kitten: 0\.7\d", r"revenue: -?0\.0"],
     "measure_layer": [r"(?i)launches", r"(?i)prefill", r"(?i)decode", r"(?i)train"],
-}
+}  # fmt: skip
 
 
 def test_every_example_is_listed() -> None:

@@ -7,6 +7,7 @@ as it reads a layer of transformers: there is one way from a layer to the kernel
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -78,20 +79,20 @@ class ReLUSquaredActivation(nn.Module):
         return x.relu().square()
 
 
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "silu": nn.SiLU, "swish": nn.SiLU, "relu": nn.ReLU, "relu2": ReLUSquaredActivation,
     **dict.fromkeys(("gelu", "gelu_python"), nn.GELU),
     **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_python_tanh"), functools.partial(nn.GELU, approximate="tanh")),
 }  # fmt: skip
 
-@functools.cache
-def _entry(model_type: str) -> table.LayerSpec:
-    """The entry of a family, with the classes of this module in the place of transformers'."""
-    spec = table.FAMILIES[model_type]
+def _with_our_classes(spec: table.LayerSpec) -> table.LayerSpec:
     norm = spec.norm_class if spec.norm_class.startswith("torch.") else "Norm"
     linear = spec.linear_class if spec.linear_class.startswith("torch.") else f"{__name__}.Conv1D"
     parts = dict.fromkeys(spec.classes, "Part")
     return replace(spec, module=__name__, classes=parts, norm_class=norm, linear_class=linear, eps="eps")
+
+
+_ENTRIES = {family: _with_our_classes(spec) for family, spec in table.FAMILIES.items()}
 
 
 def _put(block: nn.Module, path: str, value: Any) -> None:
@@ -101,7 +102,7 @@ def _put(block: nn.Module, path: str, value: Any) -> None:
 
 def _build(block: nn.Module, config: BlockConfig, device: Any, dtype: Any) -> None:
     """Give the block every module and number that `bind` looks for, at the places of the entry."""
-    spec = _entry(config.model_type)
+    spec = _ENTRIES[config.model_type]
     hidden, ffn, heads, kv_heads, d = (config.hidden_size, config.intermediate_size, config.num_attention_heads,
                                        config.num_key_value_heads, config.head_dim)  # fmt: skip
     assert ffn is not None and kv_heads is not None and d is not None
@@ -144,7 +145,7 @@ def _build(block: nn.Module, config: BlockConfig, device: Any, dtype: Any) -> No
 
     attention = {spec.head_dim: d, "scaling": config.scale, "is_causal": config.causal, "layer_idx": config.layer_idx,
                  "num_key_value_groups": heads // kv_heads}  # fmt: skip
-    numbers = {f"{spec.attention}.{name}": value for name, value in attention.items()}
+    numbers: dict[str, Any] = {f"{spec.attention}.{name}": value for name, value in attention.items()}
     numbers |= {path: getattr(config, word) for path, word in spec.dropouts.items()}
     numbers |= {path: getattr(config, path.rpartition(".")[2]) for path in (*spec.refused, spec.branch_scale) if path}
     for path, value in numbers.items():
@@ -177,7 +178,7 @@ class FusedBlock(nn.Module):
         self._binding: Binding | None = None
         _build(self, config, device, dtype)
         self.rotary_emb = Rotary(config, config.spec.tables, device) if config.use_rope else None
-        if isinstance(bound := bind(self, _entry(config.model_type)), str):
+        if isinstance(bound := bind(self, _ENTRIES[config.model_type]), str):
             raise ValueError(f"FusedBlock: {bound}")
 
     @classmethod
@@ -199,7 +200,7 @@ class FusedBlock(nn.Module):
         values = {**attention.config.to_dict(), "model_type": spec.family}  # type: ignore[operator, union-attr]
         config = BlockConfig.from_dict(values, layer_idx=getattr(attention, "layer_idx", None) or 0)
         block = cls(config, device="meta")
-        ours = bind(block, _entry(config.model_type))
+        ours = bind(block, _ENTRIES[config.model_type])
         assert isinstance(ours, Binding)
         facts = {name: (getattr(theirs.spec, name), getattr(ours.spec, name)) for name in vars(ours.spec)}
         facts["is_causal"] = attention.is_causal, config.causal  # type: ignore[assignment]
@@ -240,7 +241,7 @@ class FusedBlock(nn.Module):
         TypeError naming the argument and both values.
         """
         bound = self._bound()
-        self._check(hidden_states, position_ids, position_embeddings, attention_mask)
+        self._check(bound.weights.q.device, hidden_states, position_ids, position_embeddings, attention_mask)
         past = self._past(cache, position_ids, position_embeddings, attention_mask)
         if position_embeddings is None and self.rotary_emb is not None:
             if position_ids is None:
@@ -263,7 +264,7 @@ class FusedBlock(nn.Module):
     def _bound(self) -> Binding:
         known = self._binding
         if torch.compiler.is_compiling() or known is None or not is_current(known, self):
-            bound = bind(self, _entry(self.config.model_type))
+            bound = bind(self, _ENTRIES[self.config.model_type])
             if isinstance(bound, str):
                 raise ValueError(f"FusedBlock: {bound}")
             if not torch.compiler.is_compiling():
@@ -271,12 +272,12 @@ class FusedBlock(nn.Module):
             return bound
         return known
 
-    def _check(self, x: Tensor, position_ids: Any, embeddings: Any, mask: Any) -> None:
+    def _check(self, device: torch.device, x: Tensor, position_ids: Any, embeddings: Any, mask: Any) -> None:
         for name, value in (("hidden_states", x), ("position_ids", position_ids), ("attention_mask", mask)):
             if value is not None and not isinstance(value, Tensor):
                 raise TypeError(f"FusedBlock: {name} is a {type(value).__name__}, expected a tensor")
-            if value is not None and value.device != x.device:
-                raise ValueError(f"FusedBlock: {name} is on {value.device}, hidden_states on {x.device}")
+            if value is not None and value.device != device:
+                raise ValueError(f"FusedBlock: {name} is on {value.device}, the weights are on {device}")
         if x.dim() != 3 or x.shape[2] != self.config.hidden_size:
             hidden = self.config.hidden_size
             raise ShapeError(f"FusedBlock: hidden_states has shape {tuple(x.shape)}, expected (batch seq {hidden})")

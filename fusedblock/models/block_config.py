@@ -270,8 +270,9 @@ class BlockConfig:
         spec = table.FAMILIES.get(config["model_type"])
         if spec is None:
             raise ValueError(f"BlockConfig: model_type={config['model_type']!r}, expected one of {', '.join(table.FAMILIES)}")
-        known, origin = {**dict.fromkeys(_SIZES), **spec.config_words, "num_hidden_layers": None}, {}
+        known = {*_SIZES, *spec.config_words, "num_hidden_layers"}
         values: dict[str, Any] = {}
+        origin: dict[str, str] = {}
         for name, value in config.items():
             word = spec.aliases.get(name, _OLD_WORDS.get(name, name))
             if word not in known or (value is None and word not in _NULLABLE):

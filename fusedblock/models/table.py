@@ -163,7 +163,7 @@ _ENTRIES = (
     _decoder(
         "gemma", "Gemma", eps="eps", weight_offset=1.0, round_early=False,
         words={"num_key_value_heads": 16, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
-               "use_bidirectional_attention": False},
+               "use_bidirectional_attention": None},
     ),
     _decoder(
         "phi3", "Phi3", qkv="self_attn.qkv_proj", qkv_layout="stacked", partial=True, biases=_NO_BIASES, **_FUSED_GATE_UP,

@@ -1,0 +1,197 @@
+"""BlockConfig: a layer's sizes and numerics in the words of config.json files, against transformers' own config classes."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import families
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from fusedblock import BlockConfig
+from fusedblock.models.rotary import Rotary, frequencies
+from fusedblock.models.table import FAMILIES
+
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+
+
+def llama(**words: Any) -> BlockConfig:
+    return BlockConfig(model_type="llama", **{**SIZES, **words})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_word_left_out_has_the_value_that_transformers_gives_it(family: str) -> None:
+    theirs = AutoConfig.for_model(family)
+    ours = BlockConfig.from_dict(
+        {"model_type": family, "hidden_size": theirs.hidden_size, "num_attention_heads": theirs.num_attention_heads,
+         "intermediate_size": getattr(theirs, "intermediate_size", None)}
+    )  # fmt: skip
+    other_names = {word: name for name, word in FAMILIES[family].aliases.items()}
+    checked = 0
+    for field in dataclasses.fields(ours):
+        name = field.name if hasattr(theirs, field.name) else other_names.get(field.name, field.name)
+        elsewhere = ("rope_parameters", "max_position_embeddings", "layer_types", "no_rope_layers")
+        known = field.name in FAMILIES[family].config_words or field.name == "intermediate_size"
+        if field.name in elsewhere or not known or not hasattr(theirs, name):
+            continue
+        want, got = getattr(theirs, name), getattr(ours, field.name)
+        if field.name == "head_dim" and want is None:
+            want = theirs.hidden_size // theirs.num_attention_heads
+        if field.name == "intermediate_size" and want is None:
+            want = 4 * theirs.hidden_size
+        if field.name == "sliding_window" and getattr(theirs, "use_sliding_window", None) is False:
+            assert ours.window is None  # transformers forgets the width that is not used
+        else:
+            assert got == want, field.name
+            checked += 1
+    assert checked >= 5
+    if FAMILIES[family].rope:
+        rope = theirs.rope_parameters
+        assert ours.rope_theta == rope["rope_theta"] and ours.rope_parameters == {"rope_type": "default"}
+        assert (ours.partial_rotary_factor or 1.0) == rope.get("partial_rotary_factor", 1.0)
+
+
+@pytest.mark.parametrize("name", families.CONFIGS)
+def test_reading_a_saved_config(name: str, tmp_path: Path) -> None:
+    theirs = families.config(name)
+    theirs.save_pretrained(tmp_path)
+    for path in (tmp_path, tmp_path / "config.json"):
+        ours = BlockConfig.from_pretrained(path, layer_idx=1)
+        assert ours == BlockConfig.from_dict(theirs.to_dict(), layer_idx=1)
+    assert (ours.model_type, ours.hidden_size, ours.num_attention_heads) == (theirs.model_type, 64, 4)
+    grouped = "num_key_value_heads" in FAMILIES[theirs.model_type].config_words
+    assert ours.num_key_value_heads == (theirs.num_key_value_heads if grouped else 4)
+
+
+def test_gpt2s_own_names() -> None:
+    old = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_inner": None, "n_layer": 2, "activation_function": "relu",
+           "layer_norm_epsilon": 1e-4, "scale_attn_by_inverse_layer_idx": True}  # fmt: skip
+    config = BlockConfig.from_dict(old, layer_idx=1)
+    assert config == BlockConfig(model_type="gpt2", hidden_size=64, num_attention_heads=4, hidden_act="relu", layer_norm_eps=1e-4,
+                                 scale_attn_by_inverse_layer_idx=True, layer_idx=1)  # fmt: skip
+    assert config.intermediate_size == 256 and config.scale == 16**-0.5 / 2
+
+
+def test_rope_words_of_earlier_configs() -> None:
+    old = {"model_type": "llama", **SIZES, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    assert BlockConfig.from_dict(old) == llama(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5})
+    neox = BlockConfig.from_dict({"model_type": "gpt_neox", **SIZES, "rotary_pct": 0.5, "rotary_emb_base": 500})
+    assert (neox.partial_rotary_factor, neox.rope_theta) == (0.5, 500)
+
+
+def test_layers_differ_by_their_index() -> None:
+    smollm3 = BlockConfig(model_type="smollm3", **SIZES)
+    assert [dataclasses.replace(smollm3, layer_idx=i).use_rope for i in range(5)] == [True, True, True, False, True]
+    qwen = BlockConfig(model_type="qwen2", **SIZES, num_key_value_heads=4, use_sliding_window=True, sliding_window=7,
+                       max_window_layers=1)  # fmt: skip
+    assert [dataclasses.replace(qwen, layer_idx=i).window for i in range(3)] == [None, 7, 7]
+    mistral = BlockConfig(model_type="mistral", **SIZES, num_key_value_heads=4)
+    assert (mistral.window, dataclasses.replace(mistral, sliding_window=None).window) == (4096, None)
+    null = {"model_type": "mistral", **SIZES, "num_key_value_heads": 4, "sliding_window": None}
+    assert BlockConfig.from_dict(null).window is None
+
+
+def test_a_config_is_a_value() -> None:
+    config = llama(rope_parameters={"rope_type": "linear", "factor": 2.0})
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == dataclasses.replace(config) == config
+    assert hash(config) == hash(copy.deepcopy(config)) and config != llama()
+    assert repr(llama(mlp_bias=True)).startswith("BlockConfig(model_type='llama', hidden_size=64, ")
+    assert "mlp_bias=True" in repr(llama(mlp_bias=True)) and "None" not in repr(llama())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.hidden_size = 1  # type: ignore[misc]
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown family": ({"model_type": "mamba"}, "model_type='mamba', expected one of llama, .*vit"),
+    "word of another family": ({"use_qk_norm": True}, "use_qk_norm=True, but model_type='llama' has no such word; .*mlp_bias"),
+    "group size": ({"num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
+    "default group size": ({"model_type": "mistral"}, "num_key_value_heads=8, the default of mistral"),
+    "width": ({"num_attention_heads": 3}, "hidden_size=64 is no multiple of num_attention_heads=3, and no head_dim is given"),
+    "heads of gpt2": ({"model_type": "gpt2", "num_key_value_heads": 2}, "num_key_value_heads=2, but .*'gpt2'.*=4 it is 4"),
+    "no size": ({"intermediate_size": None}, "intermediate_size=None, expected a positive integer"),
+    "negative": ({"hidden_size": -64}, "hidden_size=-64, expected a positive integer"),
+    "eps": ({"rms_norm_eps": 0.0}, "rms_norm_eps=0.0, expected a positive number"),
+    "index": ({"layer_idx": -1}, "layer_idx=-1, expected a layer's number"),
+    "two thetas": ({"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}}, "rope_theta=5.0, but rope_parameters have .*6.0"),
+    "two types": ({"rope_parameters": {"rope_type": "yarn", "type": "linear"}}, "rope_type='yarn' and type='linear'"),
+    "no factor": ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters of rope_type='linear' lack factor"),
+    "foreign key": ({"rope_parameters": {"rope_type": "linear", "factor": 2, "beta_fast": 1}}, "have beta_fast, .*takes factor"),
+    "partial": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5, but a head of llama turns as a"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be_is_refused_by_name(case: str) -> None:
+    words, message = BAD[case]
+    with pytest.raises(ValueError, match=message):
+        BlockConfig(**{"model_type": "llama", **SIZES, **words})
+
+
+def test_an_unknown_word_is_refused() -> None:
+    with pytest.raises(TypeError, match="hidden_sise"):
+        BlockConfig(model_type="llama", **SIZES, hidden_sise=1)  # type: ignore[call-arg]
+
+
+def test_a_bad_file_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    with pytest.raises(FileNotFoundError, match="config.json: no such file"):
+        BlockConfig.from_pretrained(file)
+    for text, message in {
+        "{": "is no JSON", "[]": "holds a list", "{}": "has no model_type",
+        '{"model_type": "bloom"}': "model_type='bloom', expected one of",
+        '{"model_type": "llama", "hidden_size": 64}': "'llama' lacks intermediate_size, num_attention_heads",
+        json.dumps({"model_type": "gpt2", "n_embd": 64, "hidden_size": 32, "n_head": 4}): "hidden_size=32, but n_embd=64",
+        json.dumps({"model_type": "llama", **SIZES, "num_hidden_layers": 2}): "layer_idx=2, but num_hidden_layers=2",
+    }.items():  # fmt: skip
+        file.write_text(text)
+        with pytest.raises(ValueError, match=rf"config\.json: .*{message}"):
+            BlockConfig.from_pretrained(tmp_path, layer_idx=2)
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 5e5},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 64},
+    "llama3 of the whole context": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
+    "yarn, every key": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "beta_fast": 16,
+                        "beta_slow": 2, "mscale": 0.7, "mscale_all_dim": 1.3, "truncate": False},
+    "yarn, its own temperature": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512,
+                                  "attention_factor": 1.5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_rotary_tables_are_those_of_transformers(name: str) -> None:
+    """Bit for bit."""
+    theirs = AutoConfig.for_model("llama", **SIZES, head_dim=64, max_position_embeddings=2048, rope_parameters={**ROPES[name]})
+    ours = BlockConfig.from_dict(theirs.to_dict())
+    positions = torch.stack((torch.arange(100), 3 * torch.arange(100) + 1500))
+    x = torch.zeros(2, 100, 64, dtype=torch.bfloat16)
+    reference, tables = LlamaRotaryEmbedding(theirs), Rotary(ours, "halves")
+    assert torch.equal(frequencies(ours)[0], reference.inv_freq)
+    for got, want in zip(tables(x, positions), reference(x, positions)):
+        assert torch.equal(got, want)
+    if name != "default":
+        plain = Rotary(dataclasses.replace(ours, rope_parameters=None), "halves")
+        assert not torch.equal(tables(x, positions)[0], plain(x, positions)[0])
+
+
+def test_frequencies_keep_their_dtype_and_leave_meta() -> None:
+    config = llama(rope_parameters={"rope_type": "linear", "factor": 4.0})
+    tables = Rotary(config, "halves", device="meta").to_empty(device="cpu").to(torch.bfloat16)
+    assert torch.equal(tables.inv_freq, frequencies(config)[0]) and not tables.state_dict()
+
+
+def test_tables_of_another_kind_must_be_given() -> None:
+    tables = Rotary(llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "halves")
+    with pytest.raises(ValueError, match="no tables for rope_type='dynamic', .*yarn; pass position_embeddings"):
+        tables(torch.zeros(1, 2, 64), torch.arange(2)[None])
