@@ -54,7 +54,7 @@ from ._math import tile_order
 from ._spec import Args, Op, Sizes, Spec, Write, accumulate_dtype
 from ._target import target_of
 from .qkv_rope_backward import BACKWARD, BIASES, NORMS, WEIGHTS, check, head_flops
-from .rope import TABLES, load_table, pair_distance, rotate, strides_of
+from .rope import TABLES, load_table, one_step, pair_distance, rotate, strides_of
 
 
 def _check(sizes: Sizes, args: Args) -> dict[str, int]:
@@ -163,9 +163,10 @@ def _store(dst, y, row0, col0, rows, cols, ok, M, N, TMA: tl.constexpr):
 @triton.jit
 def _finish(
     acc, row0, col0, bias, cos, sin, norm, out, pre, M, HEADS, SEQ, stride_b, stride_n,
-    cos_b, cos_s, cos_i, sin_b, sin_s, sin_i, eps, weight_offset,
+    cos_b, cos_s, sin_b, sin_s, eps, weight_offset,
     HD: tl.constexpr, HP: tl.constexpr, HB: tl.constexpr, HR: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr,
-    EARLY: tl.constexpr, BM: tl.constexpr, N: tl.constexpr, TMA: tl.constexpr, OUT: tl.constexpr, ACC: tl.constexpr,
+    EARLY: tl.constexpr, STEP: tl.constexpr, BM: tl.constexpr, N: tl.constexpr, TMA: tl.constexpr, OUT: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
     """Epilogue of a tile of N columns of padded heads from col0 on."""
     NH: tl.constexpr = N // HB
@@ -196,8 +197,8 @@ def _finish(
         u = tl.reshape(u, (BM, NH, HALF))
         v = tl.reshape(v, (BM, NH, HALF))
         i = col0 // HB % (HP // HB) * HALF + tl.arange(0, HALF)
-        c = load_table(cos, rows, i, M, SEQ, cos_b, cos_s, cos_i, HR, 1.0, ACC)[:, None, :]
-        s = load_table(sin, rows, i, M, SEQ, sin_b, sin_s, sin_i, HR, 0.0, ACC)[:, None, :]
+        c = load_table(cos, rows, i, M, SEQ, cos_b, cos_s, 1.0, HR, STEP, ACC)[:, None, :]
+        s = load_table(sin, rows, i, M, SEQ, sin_b, sin_s, 0.0, HR, STEP, ACC)[:, None, :]
         turned = tl.join(tl.reshape(u * c - v * s, (BM, N // (2 * D), D)), tl.reshape(v * c + u * s, (BM, N // (2 * D), D)))
         acc = tl.reshape(tl.permute(turned, (0, 1, 3, 2)), (BM, N))
     _store(out, acc.to(OUT), row0, col0, rows, head * HD + feature, ok, M, HEADS * HD, TMA)
@@ -206,10 +207,10 @@ def _finish(
 @triton.jit
 def _project(
     x, w, bias, cos, sin, sumsq, norm, out, pre, begin, M, HEADS, K, TILES, SEQ, stride_x, stride_h, stride_r, stride_k, stride_b,
-    stride_n, cos_b, cos_s, cos_i, sin_b, sin_s, sin_i, inv_hidden, eps, weight_offset,
+    stride_n, cos_b, cos_s, sin_b, sin_s, inv_hidden, eps, weight_offset,
     HD: tl.constexpr, HP: tl.constexpr, HR: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr, EARLY: tl.constexpr,
-    LAYOUT: tl.constexpr, TILES_P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    TMA: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, OUT: tl.constexpr, ACC: tl.constexpr,
+    STEP: tl.constexpr, LAYOUT: tl.constexpr, TILES_P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GROUP: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, OUT: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """This program's share of one projection, whose tiles follow `begin` earlier ones; returns how many tiles there were."""
     HB: tl.constexpr = HP if HP < BN // SPLIT else BN // SPLIT  # columns of one head in a tile: all, or a run of pairs
@@ -233,13 +234,13 @@ def _project(
         if SPLIT == 2:
             left, right = halves(acc, BM, BN)
             _finish(left, row0, n * BN, bias, cos, sin, norm, out, pre, M, HEADS, SEQ, stride_b, stride_n, cos_b, cos_s,
-                    cos_i, sin_b, sin_s, sin_i, eps, weight_offset, HD, HP, HB, HR, W, KIND, EARLY, BM, BN // 2, TMA, OUT, ACC)
+                    sin_b, sin_s, eps, weight_offset, HD, HP, HB, HR, W, KIND, EARLY, STEP, BM, BN // 2, TMA, OUT, ACC)
             _finish(right, row0, n * BN + BN // 2, bias, cos, sin, norm, out, pre, M, HEADS, SEQ, stride_b, stride_n,
-                    cos_b, cos_s, cos_i, sin_b, sin_s, sin_i, eps, weight_offset, HD, HP, HB, HR, W, KIND, EARLY, BM, BN // 2,
+                    cos_b, cos_s, sin_b, sin_s, eps, weight_offset, HD, HP, HB, HR, W, KIND, EARLY, STEP, BM, BN // 2,
                     TMA, OUT, ACC)
         else:
             _finish(acc, row0, n * BN, bias, cos, sin, norm, out, pre, M, HEADS, SEQ, stride_b, stride_n, cos_b, cos_s,
-                    cos_i, sin_b, sin_s, sin_i, eps, weight_offset, HD, HP, HB, HR, W, KIND, EARLY, BM, BN, TMA, OUT, ACC)
+                    sin_b, sin_s, eps, weight_offset, HD, HP, HB, HR, W, KIND, EARLY, STEP, BM, BN, TMA, OUT, ACC)
     return num_m * num_n
 
 
@@ -247,22 +248,23 @@ def _project(
 def _kernel(
     x, wq, wk, wv, bq, bk, bv, nq, nk, q, k, v, q_pre, k_pre, cos, sin, sumsq, M, HEADS, KV_HEADS, K, TILES, SEQ, stride_x,
     stride_qh, stride_kh, stride_vh, stride_qr, stride_kr, stride_vr, stride_qk, stride_kk, stride_vk, stride_bq, stride_bk,
-    stride_bv, stride_nq, stride_nk, cos_b, cos_s, cos_i, sin_b, sin_s, sin_i, inv_hidden, eps, weight_offset,
+    stride_bv, stride_nq, stride_nk, cos_b, cos_s, sin_b, sin_s, inv_hidden, eps, weight_offset,
     HD: tl.constexpr, HP: tl.constexpr, HR: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr, EARLY: tl.constexpr,
-    LAYOUT: tl.constexpr, TILES_P: tl.constexpr, OUT: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    STEP: tl.constexpr, LAYOUT: tl.constexpr, TILES_P: tl.constexpr, OUT: tl.constexpr, ACC: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     done = _project(x, wq, bq, cos, sin, sumsq, nq, q, q_pre, 0, M, HEADS, K, TILES, SEQ, stride_x,
-                    stride_qh, stride_qr, stride_qk, stride_bq, stride_nq, cos_b, cos_s, cos_i, sin_b, sin_s, sin_i,
-                    inv_hidden, eps, weight_offset, HD, HP, HR, W, KIND, EARLY, LAYOUT, TILES_P,
+                    stride_qh, stride_qr, stride_qk, stride_bq, stride_nq, cos_b, cos_s, sin_b, sin_s,
+                    inv_hidden, eps, weight_offset, HD, HP, HR, W, KIND, EARLY, STEP, LAYOUT, TILES_P,
                     BM, BN, BK, GROUP, TMA, SPLIT, STAGES, OUT, ACC)  # fmt: skip
     done += _project(x, wk, bk, cos, sin, sumsq, nk, k, k_pre, done, M, KV_HEADS, K, TILES, SEQ, stride_x,
-                     stride_kh, stride_kr, stride_kk, stride_bk, stride_nk, cos_b, cos_s, cos_i, sin_b, sin_s, sin_i,
-                     inv_hidden, eps, weight_offset, HD, HP, HR, W, KIND, EARLY, LAYOUT, TILES_P,
+                     stride_kh, stride_kr, stride_kk, stride_bk, stride_nk, cos_b, cos_s, sin_b, sin_s,
+                     inv_hidden, eps, weight_offset, HD, HP, HR, W, KIND, EARLY, STEP, LAYOUT, TILES_P,
                      BM, BN, BK, GROUP, TMA, SPLIT, STAGES, OUT, ACC)  # fmt: skip
     _project(x, wv, bv, None, None, sumsq, None, v, None, done, M, KV_HEADS, K, TILES, SEQ, stride_x,
-             stride_vh, stride_vr, stride_vk, stride_bv, 0, 0, 0, 0, 0, 0, 0,
-             inv_hidden, eps, weight_offset, HD, HP, HR, W, KIND, EARLY, LAYOUT, TILES_P,
+             stride_vh, stride_vr, stride_vk, stride_bv, 0, 0, 0, 0, 0,
+             inv_hidden, eps, weight_offset, HD, HP, HR, W, KIND, EARLY, STEP, LAYOUT, TILES_P,
              BM, BN, BK, GROUP, TMA, SPLIT, STAGES, OUT, ACC)  # fmt: skip
 
 
@@ -275,8 +277,8 @@ def _laid(weights: Sequence[Tensor]) -> tuple[list[Tensor], str]:
     return weights, "rows" if even else "heads"
 
 
-def _config(m: int, x: Tensor, cos: Tensor | None, head_dim: int, kind: str, interleaved: bool, scaled: bool,
-            distance: Callable[[int], int], operands: list[Tensor]) -> Config:  # fmt: skip
+def _config(m: int, x: Tensor, cos: Tensor | None, head_dim: int, kind: str, scaled: bool, distance: Callable[[int], int],
+            operands: list[Tensor]) -> Config:  # fmt: skip
     """For m rows. Per-head statistics want whole heads in a tile; descriptors want its columns in the order of features."""
     target, itemsize, hp = target_of(x.device), x.element_size(), next_power_of_2(head_dim)
     c = configure(m, itemsize, target, "nt")
@@ -286,10 +288,10 @@ def _config(m: int, x: Tensor, cos: Tensor | None, head_dim: int, kind: str, int
     if c.split == 2:
         wide = cos is not None and cos.element_size() > itemsize
         halved = hp <= c.block_n // 2 if kind else distance(c.block_n // 2) > 0
-        if kind == "layer" or interleaved or wide and (kind or scaled):
-            c = replace(c, block_n=max(128, hp), num_stages=4, split=1)  # spills at 128x256
-        elif not halved:
+        if not halved:
             c = replace(c, num_stages=2, split=1)  # heads of 256
+        elif wide and (kind or scaled):
+            c = replace(c, block_n=128, num_stages=4, split=1)  # spills at 128x256
         elif cos is not None and not wide and not kind and not scaled:
             c = replace(c, split=1)  # all fits at once
     if kind and c.block_n < hp:
@@ -311,6 +313,7 @@ def launch(
     if not m:
         return results  # type: ignore[return-value]
     rows = contiguous_last(x).reshape(m, hidden)
+    cos, sin, step = one_step(cos, sin)
     weights, layout = _laid((q_weight, k_weight, v_weight))
     biases = [None if t is None else contiguous_last(t) for t in (q_bias, k_bias, v_bias)]
     norms = [None if t is None else contiguous_last(t) for t in (q_norm, k_norm)]
@@ -325,7 +328,7 @@ def launch(
     if layout == "columns":
         matrices = [w.t() for w in matrices]
     operands = [rows, *matrices, *[t for t in flat if t is not None]]
-    c = _config(m, rows, cos, head_dim, kind, interleaved and cos is not None, sumsq is not None, distance, operands)
+    c = _config(m, rows, cos, head_dim, kind, sumsq is not None, distance, operands)
 
     def weight(w: Tensor, matrix: Tensor) -> Any:
         if layout == "heads" and c.tma:
@@ -345,7 +348,7 @@ def launch(
              *[w.stride(0) if w is not None and w.shape[0] > 1 else 0 for w in norms], *strides_of(cos), *strides_of(sin),
              1.0 / hidden, eps, weight_offset),
             {"HD": head_dim, "HP": hp, "HR": half, "W": distance(c.block_n // c.split), "KIND": kind,
-             "EARLY": round_early and kind == "rms", "LAYOUT": layout, "TILES_P": next_power_of_2(n_sums),
+             "EARLY": round_early and kind == "rms", "STEP": step, "LAYOUT": layout, "TILES_P": next_power_of_2(n_sums),
              "OUT": triton_dtype(x.dtype), "ACC": accumulator(x), **options(c)},
         )  # fmt: skip
     return results  # type: ignore[return-value]

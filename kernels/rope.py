@@ -78,11 +78,21 @@ def reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool)
     return rotate(q.to(acc), cos, sin, interleaved).to(q.dtype), rotate(k.to(acc), cos, sin, interleaved).to(q.dtype)
 
 
-def strides_of(t: Tensor | None) -> tuple[int, int, int]:
-    """Of a table: batch (0: one for all), seq, half_rotary."""
-    if t is None:
-        return 0, 0, 0
-    return (t.stride(0) if t.shape[0] > 1 else 0), t.stride(1), t.stride(2)
+def strides_of(t: Tensor | None) -> tuple[int, int]:
+    """Of a table: batch (0: one for all) and seq."""
+    return (0, 0) if t is None else (t.stride(0) if t.shape[0] > 1 else 0, t.stride(1))
+
+
+def one_step(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | None, Tensor | None, int]:
+    """The tables, and how far the next angle lies in both: 1, or 2 where each is held twice.
+
+    A constant of the kernels: with addresses computed at run time they spill. Tables that differ in it are copied.
+    """
+    if cos is None or sin is None:
+        return None, None, 1
+    if cos.stride(2) != sin.stride(2):
+        cos, sin = cos.contiguous(), sin.contiguous()
+    return cos, sin, cos.stride(2)
 
 
 def pair_distance(head_dim: int, half_rotary: int, interleaved: bool, columns: int) -> int:
@@ -94,10 +104,11 @@ def pair_distance(head_dim: int, half_rotary: int, interleaved: bool, columns: i
 
 
 @triton.jit
-def load_table(t, rows, i, M, SEQ, stride_b, stride_s, stride_i, HR: tl.constexpr, ONE: tl.constexpr, ACC: tl.constexpr):
+def load_table(t, rows, i, M, SEQ, stride_b, stride_s, ONE: tl.constexpr, HR: tl.constexpr, STEP: tl.constexpr,
+               ACC: tl.constexpr):  # fmt: skip
     """cos (ONE) or sin of the pairs i of rows: [rows, i]. Pairs that do not turn have the angle 0."""
     at = (rows // SEQ).to(tl.int64) * stride_b + (rows % SEQ).to(tl.int64) * stride_s
-    return tl.load(t + at[:, None] + i[None, :] * stride_i, (rows < M)[:, None] & (i < HR)[None, :], other=ONE).to(ACC)
+    return tl.load(t + at[:, None] + i[None, :] * STEP, (rows < M)[:, None] & (i < HR)[None, :], other=ONE).to(ACC)
 
 
 @triton.jit
@@ -128,9 +139,9 @@ def _store_pairs(dst, at, a, b, ok_a, ok_b, ok, u, v, HD: tl.constexpr, HP: tl.c
 @triton.jit
 def _turn(
     x, pre, weight, out, partial, head, heads, cos, sin, M, SEQ, stride_b, stride_s, stride_h, stride_w,
-    cos_b, cos_s, cos_i, sin_b, sin_s, sin_i, eps, weight_offset,
+    cos_b, cos_s, sin_b, sin_s, eps, weight_offset,
     HD: tl.constexpr, HP: tl.constexpr, HR: tl.constexpr, W: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
-    KIND: tl.constexpr, BM: tl.constexpr, ACC: tl.constexpr,
+    KIND: tl.constexpr, STEP: tl.constexpr, BM: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """One head of this program's rows."""
     HALF: tl.constexpr = HP // 2
@@ -160,8 +171,8 @@ def _turn(
         dense = (rows.to(tl.int64) * heads + head) * HD
         u, v = _load_pairs(x, at, a, b, ok_a, ok_b, ok, HD, HP, INTERLEAVED, ACC)
         if cos is not None:
-            c = load_table(cos, rows, i, M, SEQ, cos_b, cos_s, cos_i, HR, 1.0, ACC)
-            s = load_table(sin, rows, i, M, SEQ, sin_b, sin_s, sin_i, HR, 0.0, ACC)
+            c = load_table(cos, rows, i, M, SEQ, cos_b, cos_s, 1.0, HR, STEP, ACC)
+            s = load_table(sin, rows, i, M, SEQ, sin_b, sin_s, 0.0, HR, STEP, ACC)
             if BACK:
                 s = -s
             turned = u * c - v * s
@@ -199,18 +210,20 @@ def _turn(
 def _turn_kernel(
     q, k, pre_q, pre_k, weight_q, weight_k, out_q, out_k, partial_q, partial_k, cos, sin, M, SEQ, HEADS, KV_HEADS,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_wq, stride_wk,
-    cos_b, cos_s, cos_i, sin_b, sin_s, sin_i, eps, weight_offset,
+    cos_b, cos_s, sin_b, sin_s, eps, weight_offset,
     HD: tl.constexpr, HP: tl.constexpr, HR: tl.constexpr, W: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
-    KIND: tl.constexpr, BM: tl.constexpr, ACC: tl.constexpr,
+    KIND: tl.constexpr, STEP: tl.constexpr, BM: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     if head < HEADS:
         _turn(q, pre_q, weight_q, out_q, partial_q, head, HEADS, cos, sin, M, SEQ, stride_qb, stride_qs, stride_qh, stride_wq,
-              cos_b, cos_s, cos_i, sin_b, sin_s, sin_i, eps, weight_offset, HD, HP, HR, W, INTERLEAVED, BACK, KIND, BM, ACC)
+              cos_b, cos_s, sin_b, sin_s, eps, weight_offset, HD, HP, HR, W, INTERLEAVED, BACK, KIND,
+              STEP, BM, ACC)
     else:
         _turn(k, pre_k, weight_k, out_k, partial_k, head - HEADS, KV_HEADS, cos, sin, M, SEQ, stride_kb, stride_ks, stride_kh,
-              stride_wk, cos_b, cos_s, cos_i, sin_b, sin_s, sin_i, eps, weight_offset,
-              HD, HP, HR, W, INTERLEAVED, BACK, KIND, BM, ACC)  # fmt: skip
+              stride_wk, cos_b, cos_s, sin_b, sin_s, eps, weight_offset,
+              HD, HP, HR, W, INTERLEAVED, BACK, KIND,
+              STEP, BM, ACC)  # fmt: skip
 
 
 ROWS = 16  # of one head in a tile
@@ -233,7 +246,7 @@ def turn(
     """
     batch, seq, _, head_dim = xs[0].shape
     m, heads, half = batch * seq, [x.shape[2] for x in xs], head_dim // 2 if cos is None else cos.shape[2]
-    hp = next_power_of_2(head_dim)
+    hp, (cos, sin, step) = next_power_of_2(head_dim), one_step(cos, sin)
     xs = [contiguous_last(x) for x in xs]
     weights = [None if w is None else contiguous_last(w) for w in norms]
     of_weights = [w.stride(0) if w is not None and w.shape[0] > 1 else 0 for w in weights]
@@ -244,7 +257,7 @@ def turn(
         (*xs, *pre, *weights, *outs, *partials, cos, sin, m, seq, *heads, *[n for x in xs for n in x.stride()[:3]], *of_weights,
          *strides_of(cos), *strides_of(sin), eps, weight_offset),
         {"HD": head_dim, "HP": hp, "HR": half, "W": pair_distance(head_dim, half, interleaved, hp), "INTERLEAVED": interleaved,
-         "BACK": back, "KIND": kind, "BM": ROWS, "ACC": accumulator(xs[0]), "num_warps": 4},
+         "BACK": back, "KIND": kind, "STEP": step, "BM": ROWS, "ACC": accumulator(xs[0]), "num_warps": 4},
     )  # fmt: skip
 
 

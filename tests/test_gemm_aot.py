@@ -31,8 +31,8 @@ def meta(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def qkv_arguments(form: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Plain with fp32 tables; "full" with bias and row scale; the per-head norms as Qwen3 and Cohere have them; the fused
-    weights of GPT-NeoX (rows of each head together, a quarter turns) and GPT-2 (by columns, nothing turns)."""
+    """Plain with fp32 tables; "full" with bias and row scale; "norm" and "layer" per head as Qwen3 and Cohere have them; fused
+    weights of GPT-NeoX ("heads": q, k, v of each together, a quarter turns) and GPT-2 ("columns", nothing turns)."""
     heads = {"heads": (64, 64, 64), "columns": (32, 32, 32)}.get(form, (32, 8, 8))
     head_dim = 64 if form == "heads" else HEAD_DIM
     per_head = form == "layer"
@@ -47,7 +47,8 @@ def qkv_arguments(form: str, dtype: torch.dtype) -> dict[str, Any]:
     def table() -> Tensor | None:
         if form in ("heads", "norm"):
             return meta(dtype, 1, TOKENS, HEAD_DIM)[..., : 8 if form == "heads" else 64]
-        return None if form == "columns" else meta(torch.float32, 1, TOKENS, HEAD_DIM)[..., ::2]
+        wide = meta(torch.float32, 1, TOKENS, HEAD_DIM)
+        return None if form == "columns" else wide[..., ::2] if form == "layer" else wide[..., :64]
 
     return {
         "x": meta(dtype, 1, TOKENS, HIDDEN), **dict(zip(("q_weight", "k_weight", "v_weight"), map(weight, heads))),
