@@ -247,8 +247,14 @@ class Composite:
 
     def straight(self, given: tuple[Any, ...], fixed: Fixed) -> Any:
         """given: the arguments of this call, a tensor first; fixed: the rest, none of which may want gradients."""
-        if not replays(given[0]) or _seen() or debug.watching(given[0]) or not (fixed.plain and _plain(given)):
-            return self.op(*given, *fixed.args)
+        return self.replay(given, fixed) if self.unseen(given, fixed) else self.op(*given, *fixed.args)
+
+    def unseen(self, given: tuple[Any, ...], fixed: Fixed) -> bool:
+        """Whether these are plain tensors on a GPU, and nothing looks on."""
+        return replays(given[0]) and not _seen() and not debug.watching(given[0]) and fixed.plain and _plain(given)
+
+    def replay(self, given: tuple[Any, ...], fixed: Fixed) -> Any:
+        """What the operator computes, without it; where `unseen` says so."""
         return replayed(self.name, lambda: self._compose(direct, *given, *fixed.args), given, fixed)
 
 

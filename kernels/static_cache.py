@@ -20,8 +20,9 @@ from ._launch import launch as _launch
 MOST = 1 << 15  # elements of k that one program copies
 
 
-def fits(k: Tensor) -> bool:
-    return 0 < k.numel() <= MOST
+def fits(elements: int) -> bool:
+    """Whether `store` is for a k of so many elements."""
+    return 0 < elements <= MOST
 
 
 @triton.jit(do_not_specialize=["ROWS", "SEQ"])
