@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -189,6 +190,9 @@ def warm(index: int) -> None:
 
 @contextmanager
 def compiled_ahead() -> Iterator[None]:
+    if "PYTEST_XDIST_WORKER" in os.environ:  # many processes run tests: each compiles what its own need
+        yield
+        return
     with multiprocessing.get_context("spawn").Pool(WORKERS) as pool:
         pool.map(warm, range(len(WORK)), chunksize=1)
     yield

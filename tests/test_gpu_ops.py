@@ -17,8 +17,7 @@ from fusedblock.blocks import BlockSpec
 from fusedblock.kernels import _launch
 from fusedblock.ops import OPS
 
-# One process, under `-n 12 --dist loadgroup` too: it compiles ahead in processes of its own.
-pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("gpu_ops")]
+pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
 
 
