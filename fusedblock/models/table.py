@@ -133,9 +133,9 @@ _BIASES = {"qkv": True, "o": True, "mlp": True}
 _NO_BIASES = dict.fromkeys(_BIASES, False)
 _LLAMA_BIASES = {**_ATTENTION_BIAS, "mlp": "mlp_bias"}
 _LLAMA = _decoder("llama", "Llama", biases=_LLAMA_BIASES)
-_PLAIN_MLP = {"mlp": "plain", "gate": ""}
-_FUSED_GATE_UP = {"mlp": "gated_stacked", "gate": "", "up": "mlp.gate_up_proj", "activation": "mlp.activation_fn"}
-_LAYER_NORM = {"norm": "layer", "norm_class": _TORCH_NORM, "eps": "eps"}
+_PLAIN_MLP: dict[str, Any] = {"mlp": "plain", "gate": ""}
+_FUSED_GATE_UP: dict[str, Any] = {"mlp": "gated_stacked", "gate": "", "up": "mlp.gate_up_proj", "activation": "mlp.activation_fn"}
+_LAYER_NORM: dict[str, Any] = {"norm": "layer", "norm_class": _TORCH_NORM, "eps": "eps"}
 _ENCODER = {"hidden_act": "gelu", "layer_norm_eps": 1e-12}
 _BERT = LayerSpec(
     "bert", "BertLayer",
