@@ -96,7 +96,7 @@ def test_whole_dry_run(tmp_path: Path) -> None:
     assert bad == set()
     for row in found:
         if row.impl == "fusedblock" and row.bench != "operator":
-            timed = row.bench == "layer host" or (row.bench, row.case) in (("layer decode", "B1 KV80"), ("layer forward", "B1 S8"))
+            timed = row.bench == "layer host" or f"{row.bench}: {row.case}" in ("layer decode: B1 KV80", "layer forward: B1 S8")
             assert (row.host_us is not None) == timed, row
         if row.bench == "layer host":
             assert row.tflops is None and row.method == "host" and row.host_us == pytest.approx(1e3 * row.ms, rel=1e-3)
