@@ -26,9 +26,10 @@ _MAPS = 1024  # tensor maps kept for one argument: a model's layers share a prog
 class _Config(ctypes.Structure):
     """CUlaunchConfig."""
 
-    _fields_ = [(n, ctypes.c_uint) for n in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")] + [
-        ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("attribute_count", ctypes.c_uint)
-    ]  # fmt: skip
+    _fields_ = (
+        *((n, ctypes.c_uint) for n in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("attribute_count", ctypes.c_uint),
+    )  # fmt: skip
 
 
 @functools.cache

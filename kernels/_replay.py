@@ -286,8 +286,8 @@ class Fixed:
         # Compares types, sizes, strides, dtypes and devices in one call: what torch.compile guards its graphs with.
         guard = torch._C._dynamo.guards.TensorGuards(
             *self.tensors,
-            dynamic_dims_sizes=[list(t.shape) for t in self.tensors],
-            dynamic_dims_strides=[list(t.stride()) for t in self.tensors],
+            dynamic_dims_sizes=[list(t.shape) for t in self.tensors],  # type: ignore[misc]
+            dynamic_dims_strides=[list(t.stride()) for t in self.tensors],  # type: ignore[misc]
         )
         at = iter(addresses)
         key = (self.facts(self.args), *[layout(a, next(at)) if isinstance(a, Tensor) else a for a in self.args])
