@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from . import _attention as shared
@@ -78,7 +79,10 @@ def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
     if rows > MAX_ROWS:
         queries = f"seq={sizes['seq']} queries of {found['group']} heads"
         raise ValueError(f"decode_attention: {queries} make {rows} rows, at most {MAX_ROWS}")
-    return {**found, "rows": rows, "splits": _shape(sizes, args)[2]}
+    found = {**found, "rows": rows}
+    if any(isinstance(n, torch.SymInt) for n in sizes.values()):
+        return found  # a trace for any length: counting the splits would tie it to this one, and no result has them
+    return {**found, "splits": _shape(sizes, args)[2]}
 
 
 SPEC = replace(
