@@ -83,9 +83,10 @@ def test_state_dict_is_that_of_the_layer(name: str) -> None:
 @pytest.mark.parametrize("name", families.CONFIGS)
 def test_in_the_place_of_the_models_layers(name: str, pad: int) -> None:
     """Its own rotary tables, masks, windows and positions give what the model's give the layer. fp32, within 1e-5."""
-    if name == "vit":
-        pad = 0
-    model = families.build(name)
+    assert_in_the_place_of_the_models_layers(name, families.build(name), 0 if name == "vit" else pad)
+
+
+def assert_in_the_place_of_the_models_layers(name: str, model: nn.Module, pad: int) -> None:
     mask = tokens_mask(pad)
     valid = slice(None) if mask is None else mask.bool()
     for index, (_, x, _, want) in enumerate(recorded(name, model, pad)):

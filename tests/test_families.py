@@ -9,12 +9,14 @@ import families
 import pytest
 import torch
 from llama import assert_same_tokens, prompt, relative_error
+from test_block_config import assert_words_are_those_of_transformers
+from test_block_module import assert_in_the_place_of_the_models_layers
 from test_llama_numerics import IMPLEMENTATIONS, root_mean_square
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import fusedblock
-from fusedblock.models import table
+from fusedblock.models import block, table
 from fusedblock.models.families import markdown
 
 
@@ -94,12 +96,18 @@ def test_generate(name: str, pad: int, implementation: str) -> None:
 
 def test_the_worked_example_of_contributing_adds_a_family(monkeypatch: pytest.MonkeyPatch) -> None:
     text = (Path(__file__).resolve().parent.parent / "CONTRIBUTING.md").read_text()
-    entry, config = re.findall(r"^(?:_decoder\(|\"seed_oss\": ).*$", text, re.M)
+    patterns = (r"^_decoder\((?:.|\n)*?^\),$", r"^\"seed_oss\": .*$")
+    (entry,), (config,) = (re.findall(pattern, text, re.M) for pattern in patterns)
     (spec,) = eval(f"({entry})", vars(table))
     monkeypatch.setitem(table.SPECS, spec.layer_class, spec)
+    monkeypatch.setitem(table.FAMILIES, spec.family, spec)
+    monkeypatch.setitem(block._ENTRIES, spec.family, block._with_our_classes(spec))
     monkeypatch.setitem(families.CONFIGS, *eval(f"{{{config}}}").popitem())
     for implementation, pad in (("sdpa", 3), ("eager", 0)):
-        check("seed_oss", families.build("seed_oss", implementation, attention_bias=True), torch.float32, pad)
+        model = families.build("seed_oss", implementation, attention_bias=True)
+        check("seed_oss", model, torch.float32, pad)
+    assert_words_are_those_of_transformers("seed_oss")
+    assert_in_the_place_of_the_models_layers("seed_oss", model, 3)
 
 
 WAITING = {

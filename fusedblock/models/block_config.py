@@ -73,6 +73,7 @@ class BlockConfig:
     rms_norm_eps: float | None = DEFAULT
     layer_norm_eps: float | None = DEFAULT
     attention_bias: bool | None = DEFAULT
+    attention_out_bias: bool | None = DEFAULT
     mlp_bias: bool | None = DEFAULT
     qkv_bias: bool | None = DEFAULT
     use_bias: bool | None = DEFAULT
