@@ -286,7 +286,7 @@ def _config(m: int, x: Tensor, cos: Tensor | None, head_dim: int, kind: str, sca
         operands = [x[:0]]
     c = usable(c, *operands)
     wide = cos is not None and cos.element_size() > itemsize
-    if c.tma and wide and c.block_m * c.block_n == 128 * 128:
+    if c.tma and (wide or kind) and c.block_m * c.block_n == 128 * 128:
         c = replace(c, num_warps=8)  # four spill
     if c.split == 2:
         halved = hp <= c.block_n // 2 if kind else distance(c.block_n // 2) > 0
