@@ -207,15 +207,16 @@ def targets_text(found: Sequence[dict[str, Any]]) -> str:
 
 def demand(layer: nn.Module, batch: int, seq: int, cached: int | None, train: bool) -> tuple[int, int]:
     """(FLOPs of the maths, bytes that any implementation must move): causal attention, nothing computed or moved twice."""
-    config = layer.self_attn.config  # type: ignore[union-attr]
+    attention: Any = layer.self_attn
+    config, head_dim = attention.config, attention.head_dim
     hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
-    head_dim, tokens, context = layer.self_attn.head_dim, batch * seq, cached or seq  # type: ignore[union-attr]
+    tokens, context = batch * seq, cached or seq
     weights = sum(p.numel() for p in layer.parameters())
     products = 2 * tokens * sum(p.numel() for p in layer.parameters() if p.dim() == 2)
-    attention = 4 * batch * heads * head_dim * (seq * (2 * context - seq + 1) // 2)
+    scores = 4 * batch * heads * head_dim * (seq * (2 * context - seq + 1) // 2)
     elements = weights + 2 * tokens * hidden
     if cached and cached > seq:
         elements += 2 * batch * context * kv_heads * head_dim
     if train:  # weights again, their gradients, and the gradients of result and input
         elements += 2 * weights + 2 * tokens * hidden
-    return (products * 3 + attention * 7 // 2 if train else products + attention), 2 * elements
+    return (products * 3 + scores * 7 // 2 if train else products + scores), 2 * elements

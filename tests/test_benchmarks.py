@@ -350,15 +350,18 @@ def test_rewound_cache_has_room_for_a_sample() -> None:
         built.calls[0]()
 
 
-def test_demand_is_what_measure_counts() -> None:
+@pytest.mark.parametrize("model", MODELS)
+def test_demand_is_what_measure_counts(model: str) -> None:
+    home, layer_class = _home(MODELS[model].config)
     with torch.device("meta"):
-        made = modeling_llama.LlamaDecoderLayer(LLAMA_8B, 0).to(torch.bfloat16)
+        made = getattr(home, layer_class)(MODELS[model].config, 0).to(torch.bfloat16)
     for batch, seq, context, phase in ((1, 4096, None, "prefill"), (4, 512, None, "train"), (16, 1, 4096, "decode")):
         flops, moved = layers.demand(made, batch, seq, context, phase == "train")
         counted = measure(made, batch=batch, seq=seq, phase=phase, context=context, baseline="sdpa")
         assert counted.before.total().flops == flops
         assert moved <= counted.after.total().bytes
-    assert moved == 2 * (218_112_000 + 2 * 16 * 4096 + 2 * 16 * 4096 * 8 * 128)
+    weights, kv_heads = {"llama": (218_112_000, 8), "layernorm": (201_379_840, 32), "qwen3": (192_946_432, 8)}[model]
+    assert moved == 2 * (weights + 2 * 16 * 4096 + 2 * 16 * 4096 * kv_heads * 128)
 
 
 def test_operators_of_the_layer_add_up() -> None:

@@ -65,7 +65,7 @@ def on_meta(config: Any, dtype: torch.dtype | None = None) -> Any:
     import transformers
 
     dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
-    named = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
+    named: Any = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
     try:
         with quiet_transformers(), torch.device("meta"):
             if getattr(named, "config_class", None) is type(config):

@@ -211,6 +211,7 @@ class LayerCall:
         """cos and sin of the positions, from the rotary embedding that the layer's own module defines; real where the rest is
         fake, since some of them look at the positions."""
         rotary = next(part for name, part in vars(sys.modules[home]).items() if name.endswith("RotaryEmbedding"))
+        fake: Any
         with unset_fake_temporarily() as fake:
             position = torch.arange(self.work.cached, self.work.context, device=self.device)[None]
             made = rotary(self.attention.config).to(self.device)(torch.empty(1, dtype=self.dtype, device=self.device), position)
