@@ -33,7 +33,7 @@ test: $(VENV)/.installed
 
 # For a machine with a GPU: compiling keeps many processes busy, then what is timed runs alone.
 test-gpu: $(VENV)/.installed
-	$(VENV)/bin/python -m pytest -n 12 --dist loadgroup -m "gpu and not alone"
+	$(VENV)/bin/python -m pytest -n 12 -m "gpu and not alone"
 	$(VENV)/bin/python -m pytest -m "gpu and alone"
 
 test-all: $(VENV)/.installed $(NEWEST)/.installed

@@ -34,13 +34,15 @@ from fusedblock.kernels._math import plain_activate
 from fusedblock.kernels._replay import Fixed, replayed
 from fusedblock.kernels._spec import Cost, Op, ShapeError
 from fusedblock.kernels._target import Target, override, target_of
+from fusedblock.kernels.static_cache import fits as fits_slots
+from fusedblock.kernels.static_cache import store as store_slots
 from fusedblock.options import current, under
 
 __all__ = [
     "COSTS", "OPS", "Composite", "Fixed", "ShapeError", "DECODE_ROWS", "Target", "attention",
-    "define", "define_composite", "direct", "dispatched", "empty",
+    "define", "define_composite", "direct", "dispatched", "empty", "fits_slots",
     "gated_mlp", "layer_norm", "linear", "normalise_mask", "plain_activate", "plain_mlp", "refuse_gradients", "qkv_rope",
-    "rms_norm", "rope", "target_of",
+    "rms_norm", "rope", "store_slots", "target_of",
 ]  # fmt: skip
 
 # Queries times heads of a group up to this many take the split-KV kernel: a tile of them leaves most of the GPU idle.
@@ -259,7 +261,7 @@ class Composite:
 
 
 def define_composite(name: str, parameters: list[tuple[str, Any]], results: int, compose: Callable[..., Any],
-                     facts: Callable[[tuple[Any, ...]], Any], given: int | None = None) -> Composite:  # fmt: skip
+                     facts: Callable[[tuple[Any, ...]], Any], given: int) -> Composite:  # fmt: skip
     """Register fusedblock::name, a composition of ops for calls without gradients; parameters are (name, type).
 
     compose(call, *args) makes every step by call(op name, *op args): run, faked or costed by what `call` is. Its launches are
@@ -272,8 +274,7 @@ def define_composite(name: str, parameters: list[tuple[str, Any]], results: int,
     def run(*args: Any) -> Any:
         if debug.watching(next(a for a in args if isinstance(a, Tensor))):
             return compose(direct, *args)
-        n, more = (len(args), lambda _: facts(args)) if given is None else (given, facts)
-        return replayed(name, lambda: compose(direct, *args), args[:n], Fixed(args[n:], more))
+        return replayed(name, lambda: compose(direct, *args), args[:given], Fixed(args[given:], facts))
 
     def fake(*args: Any) -> Any:
         return compose(empty, *args)

@@ -43,11 +43,9 @@ def _enqueue() -> Callable[..., int]:
 
 def _tensor_map(address: int, meta: dict[str, Any], shape: list[int], strides: list[int], padding: str) -> tuple[Any, int]:
     """An encoded CUtensorMap: its owner, and where it lies (the last 128 bytes of triton's object)."""
-    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
-
     utils = _lang.triton.runtime.driver.active.utils
     owner = utils.fill_tma_descriptor(
-        address, meta["swizzle"], meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], meta["block_size"], shape,
+        address, meta["swizzle"], meta["elem_size"], _lang.tma_dtype(meta["elem_type"]), meta["block_size"], shape,
         strides, 1 if padding == "nan" else 0,
     )  # fmt: skip
     return owner, id(owner) + type(owner).__basicsize__ - 128

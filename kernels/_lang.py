@@ -31,6 +31,13 @@ except ImportError:  # pragma: no cover - exercised by tests/test_import.py in a
     VERSION = (0, 0)
 
 
+def tma_dtype(element: int) -> int:
+    """The driver's code of a tensor map's element type, of the code that a compiled kernel names it by."""
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    return TMA_DTYPE_DEVICE_TO_HOST[element]
+
+
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 

@@ -254,7 +254,7 @@ def _program(launches: list[Any], inputs: list[Tensor], results: tuple[Tensor, .
 _programs: dict[Any, Any] = {}  # layout -> Program, or None where it cannot be replayed
 _layouts: dict[Any, object] = {}  # layout of fixed arguments -> what stands for it in a key
 _UNKNOWN = object()
-_PLAIN = (Tensor, torch.nn.Parameter)
+_NO_OVERRIDE = torch._C._disabled_torch_function_impl
 
 
 def layout(t: Tensor, address: int) -> tuple[Any, ...]:
@@ -271,7 +271,8 @@ class Fixed:
     def __init__(self, args: Sequence[Any], facts: Callable[[tuple[Any, ...]], Any]) -> None:
         self.args, self.facts = tuple(args), facts
         self.tensors = tuple(a for a in args if isinstance(a, Tensor))
-        self.plain = all(type(t) in _PLAIN for t in self.tensors)
+        # Tensors and parameters proper: what has an own __torch_function__ sees operators, and would miss them.
+        self.plain = all(type(t) is Tensor or type(t).__torch_function__ is _NO_OVERRIDE for t in self.tensors)
         self._known: tuple[list[int], Any, object] | None = None  # one value: threads may read and replace it
 
     def current(self) -> tuple[object, list[int]]:

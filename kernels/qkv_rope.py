@@ -100,7 +100,8 @@ def reference(
     k_norm: Tensor | None, interleaved: bool, norm_kind: str, eps: float, weight_offset: float, round_early: bool, save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     acc = accumulate_dtype(x.dtype)
-    out, kept = [], [x.new_empty(0), x.new_empty(0)]
+    out: list[Tensor] = []
+    kept = [x.new_empty(0), x.new_empty(0)]
     for w, b, norm in ((q_weight, q_bias, q_norm), (k_weight, k_bias, k_norm), (v_weight, v_bias, None)):
         rows, bias = w.flatten(0, 1), None if b is None else b.flatten()
         y = torch.nn.functional.linear(x, rows, None if sumsq is not None else bias)

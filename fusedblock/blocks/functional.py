@@ -59,6 +59,14 @@ class BlockWeights(NamedTuple):
     mlp_out_norm_bias: Tensor | None = None
 
 
+class Slots(NamedTuple):
+    """A cache of fixed length: keys, values `batch kv_heads slots head_dim`; length, an int64 tensor (): how many are filled."""
+
+    keys: Tensor
+    values: Tensor
+    length: Tensor
+
+
 # Norms multiply in the dtype they are kept in; everything else is cast to the compute dtype under autocast.
 _NORMS = frozenset(n for n in BlockWeights._fields if "_norm" in n)
 
@@ -122,13 +130,13 @@ def _front(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, cos: Tensor 
     if _takes_own(own, "q", "k", "v"):
         q, k, v = _own_heads(spec, w, y, own, x.shape[:2])
     else:
-        q, k, v = _heads(spec, _matrix(spec, w.q), *[None if t is None else _matrix(spec, t) for t in (w.k, w.v)])
+        matrices = _heads(spec, _matrix(spec, w.q), *[None if t is None else _matrix(spec, t) for t in (w.k, w.v)])
         biases = _heads(spec, w.q_bias, w.k_bias, w.v_bias)
         turn = (None, None) if apart else (cos, sin)
         norms = (None, None) if apart or w.q_norm is None else (_per_head(w.q_norm, spec), _per_head(w.k_norm, spec))
         save = training and norms[0] is not None
-        q, k, v, _, _ = call("qkv_rope", y.view(x.shape), q, k, v, *biases, *turn, None, *norms, spec.rope == "interleaved",
-                             spec.norm, spec.eps, spec.weight_offset, spec.round_early, save)  # fmt: skip
+        q, k, v, _, _ = call("qkv_rope", y.view(x.shape), *matrices, *biases, *turn, None, *norms,
+                             spec.rope == "interleaved", spec.norm, spec.eps, spec.weight_offset, spec.round_early, save)  # fmt: skip
     if apart and w.q_norm is not None:
         width_q, width_k = (n * spec.head_dim if spec.qk_norm == "full" else spec.head_dim for n in (spec.heads, spec.kv_heads))
         q, k = (_norm(call, spec, w, name, t.reshape(-1, width), training).view(t.shape)
@@ -230,18 +238,35 @@ _NUMBERS = list(typing.get_type_hints(BlockSpec).items())
 _N_WEIGHTS = len(_WEIGHTS)
 
 
-def _composite(name: str, extra: list[tuple[str, Any]], results: int, compose: Callable[..., Any]) -> Any:
-    n = len(extra)
-    gate, up = (n + BlockWeights._fields.index(field) for field in ("gate", "up"))
+def _composed(compose: Callable[..., Any], n: int) -> Callable[..., Any]:
+    """compose(call, spec, weights, *given) as a function of n arguments given, then the weights, then the numbers."""
 
     def composed(call: Call, *args: Any) -> Any:
         return compose(call, BlockSpec(*args[n + _N_WEIGHTS :]), BlockWeights(*args[n : n + _N_WEIGHTS]), *args[:n])
 
-    def facts(args: tuple[Any, ...]) -> tuple[Any, ...]:
-        # What decides how gated_mlp stacks two weights.
-        return () if args[gate] is None else (args[gate].data_ptr() < args[up].data_ptr(),)
+    return composed
 
-    return ops.define_composite(name, [*extra, *_WEIGHTS, *_NUMBERS], results, composed, facts)
+
+def _composite(name: str, extra: list[tuple[str, Any]], results: int, compose: Callable[..., Any]) -> ops.Composite:
+    n = len(extra)
+    return ops.define_composite(name, [*extra, *_WEIGHTS, *_NUMBERS], results, _composed(compose, n), _facts, n)
+
+
+def _facts(args: tuple[Any, ...]) -> bool:
+    """Of weights and numbers: what decides how gated_mlp stacks two weights."""
+    w = BlockWeights(*args[:_N_WEIGHTS])
+    return w.gate is not None and w.gate.data_ptr() < w.up.data_ptr()
+
+
+def fixed(spec: BlockSpec, weights: BlockWeights) -> ops.Fixed:
+    """What is the same in every call of a layer. Who keeps it saves `forward` from reading the layout of every weight anew."""
+    return ops.Fixed((*weights, *_numbers(spec)), _facts)
+
+
+def _run(composite: ops.Composite, spec: BlockSpec, weights: BlockWeights, kept: ops.Fixed | None, *given: Any) -> Any:
+    if torch.compiler.is_compiling():
+        return composite.op(*given, *weights, *_numbers(spec))
+    return composite.straight(given, kept or fixed(spec, weights))
 
 
 def _compose_front(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Any:
@@ -257,9 +282,9 @@ def _shares_rows(spec: BlockSpec) -> bool:
     return spec.residual == "parallel" and spec.norms == "attn_norm"
 
 
-def _compose_back(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, rows: Tensor, q: Tensor, k: Tensor, v: Tensor,
+def _compose_back(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, rows: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
                   mask: Tensor | None, causal: bool) -> Any:  # fmt: skip
-    return _back(call, spec, w, x, rows, q, k, v, mask, causal, False)
+    return _back(call, spec, w, x, x.reshape(-1, spec.hidden) if rows is None else rows, q, k, v, mask, causal, False)
 
 
 def _compose_block(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, cos: Tensor | None, sin: Tensor | None,
@@ -268,12 +293,22 @@ def _compose_block(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, cos:
     return _back(call, spec, w, x, rows, q, k, v, mask, causal, False)
 
 
+def _compose_slots(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, cos: Tensor | None, sin: Tensor | None,
+                   mask: Tensor | None, keys: Tensor, values: Tensor, length: Tensor) -> Any:  # fmt: skip
+    q, k, v, rows = _front(call, spec, w, x, cos, sin, False)
+    ops.store_slots(k, v, keys, values, length)
+    k, v = keys.transpose(1, 2), values.transpose(1, 2)
+    return _back(call, spec, w, x, rows, q, k, v, ops.normalise_mask(mask, q, k), False, False)
+
+
+# No operator: it writes into its arguments, and who looks on sees the cache's own update instead.
+_block_slots = ops.Composite("block_slots", None, _composed(_compose_slots, 7))
 _FRONT = [("x", _T), ("cos", _O), ("sin", _O)]
 _block_front = _composite("block_front", _FRONT, 3, _compose_front)
 _block_front_rows = _composite("block_front_rows", _FRONT, 4, _compose_front_rows)
 _block_back = _composite(  # fmt: skip
     "block_back",
-    [("x", _T), ("rows", _T), ("q_states", _T), ("k_states", _T), ("v_states", _T), ("mask", _O), ("causal", bool)], 1,
+    [("x", _T), ("rows", _O), ("q_states", _T), ("k_states", _T), ("v_states", _T), ("mask", _O), ("causal", bool)], 1,
     _compose_back,
 )
 _block = _composite("block", [("x", _T), ("cos", _O), ("sin", _O), ("mask", _O), ("causal", bool)], 1, _compose_block)
@@ -289,14 +324,15 @@ def _numbers(spec: BlockSpec) -> tuple[Any, ...]:
 
 def _cast(w: BlockWeights, dtype: torch.dtype) -> BlockWeights:
     """Matrices and biases in dtype, norms as they are. To autograd the casts are steps of their own."""
-    return BlockWeights(*[t if t is None or n in _NORMS else t.to(dtype) for n, t in zip(w._fields, w)])
+    cast: list[Any] = [t if t is None or n in _NORMS else t.to(dtype) for n, t in zip(w._fields, w)]
+    return BlockWeights(*cast)
 
 
 def forward(
     spec: BlockSpec, weights: BlockWeights, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None, *,
     mask: Tensor | None = None, causal: bool = True,
     update: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None, compute_dtype: torch.dtype | None = None,
-    own: Own = _NONE,
+    own: Own = _NONE, kept: ops.Fixed | None = None, slots: Slots | None = None,
 ) -> Tensor:  # fmt: skip
     """One transformer layer: h = x + o(attention(norm(x))), then h + down(act(gate(norm(h))) * up(norm(h))), or the variation of
     it that spec says.
@@ -306,7 +342,8 @@ def forward(
     `batch kv_heads seq head_dim` and returns all keys and values to attend to in that layout. compute_dtype: multiply in this
     dtype while x, the residual stream and the norms keep theirs, as under autocast. own: linear layers, by their weight's name,
     that are more than a product (adapters): functions of `batch seq in_features` that return `batch seq out_features`; their
-    weights are then read for sizes only. Returns `batch seq hidden`.
+    weights are then read for sizes only. kept: fixed(spec, weights), of an earlier call. slots: what update would fill, and
+    return, if that is all that it does. Returns `batch seq hidden`.
     Without gradients the layer is one registered op (two around update). Raises ShapeError or ValueError naming the argument.
     """
     if spec.rope and cos is not None and sin is not None and debug.watching(x):
@@ -323,14 +360,18 @@ def forward(
         return _back(ops.dispatched, spec, w, x, rows, q, k, v, ops.normalise_mask(mask, q, k), causal, grad or learned, own)
     if update is None:
         m = mask if mask is None or mask.dim() == 4 else mask[:, None, None, :]
-        return _block(x, cos, sin, m, causal, *weights, *_numbers(spec))
+        return _run(_block, spec, weights, kept, x, cos, sin, m, causal)
+    if slots is not None and not causal and not torch.compiler.is_compiling():
+        known, given = kept or fixed(spec, weights), (x, cos, sin, mask, *slots)
+        if ops.fits_slots(x.shape[0] * x.shape[1] * spec.kv_heads * spec.head_dim) and _block_slots.unseen(given, known):
+            return _block_slots.replay(given, known)
     front = _block_front_rows if _shares_rows(spec) else _block_front
-    q, k, v, *rest = front(x, cos, sin, *weights, *_numbers(spec))
-    rows = rest[0] if rest else x.reshape(-1, spec.hidden)
+    q, k, v, *rest = _run(front, spec, weights, kept, x, cos, sin)
     k, v = _through(update, k, v)
     if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):  # learned keys and values: prefix tuning
+        rows = rest[0] if rest else x.reshape(-1, spec.hidden)
         return _back(ops.dispatched, spec, weights, x, rows, q, k, v, ops.normalise_mask(mask, q, k), causal, True)
-    return _block_back(x, rows, q, k, v, ops.normalise_mask(mask, q, k), causal, *weights, *_numbers(spec))
+    return _run(_block_back, spec, weights, kept, x, rest[0] if rest else None, q, k, v, ops.normalise_mask(mask, q, k), causal)
 
 
 def _through(update: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

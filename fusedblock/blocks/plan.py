@@ -180,8 +180,7 @@ def plan(
             f"without gradients, in bf16 or fp32, {STATISTICS_ROWS} rows or fewer: a row scale in the next epilogue")  # fmt: skip
         steps.append(norm("MLP norm", f"{rows} (not in an epilogue: {alone})", rides))
     if "gate" in own or "up" in own:
-        names = ("gate", "up") if spec.mlp == "gated" else ("up",)
-        steps += modules("MLP", "then the activation", *names)
+        steps += modules("MLP", "then the activation", *(("gate", "up") if spec.mlp == "gated" else ("up",)))
     elif spec.mlp == "plain":
         steps.append(Launch("plain_mlp", "first MLP layer", "triton", "the activation in the epilogue"))
     else:

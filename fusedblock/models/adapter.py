@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
 
-from ..blocks import BlockSpec, BlockWeights
+from ..blocks import BlockSpec, BlockWeights, Slots
+from ..ops import Fixed
 from .binding import PLAIN_TENSORS, Binding, type_name
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -26,6 +27,9 @@ HARMLESS = frozenset({"position_ids", "use_cache", "output_hidden_states", "num_
 HARMLESS_VALUES = {"output_attentions": False}
 # Packed sequences: eager and sdpa attention see them in the mask only.
 PACKING = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
+
+
+_CACHES = "transformers.cache_utils"
 
 
 class Call(NamedTuple):
@@ -40,6 +44,8 @@ class Call(NamedTuple):
     update: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None
     compute_dtype: torch.dtype | None
     own: Mapping[str, nn.Module]
+    kept: Fixed | None = None
+    slots: Slots | None = None
 
 
 def prepare(
@@ -98,9 +104,10 @@ def prepare(
         mask_reason = _mask(binding, x, mask, implementation, cache is not None)
         if mask_reason:
             return mask_reason
-    cos, sin = embeddings if binding.spec.rope else (None, None)
+    cos, sin = embeddings if binding.spec.rope else (None, None)  # type: ignore[misc]
     update = None if cache is None else _updater(attention, cache, cache_names, arguments, seq if causal else None)
-    return Call(binding.spec, binding.weights, cos, sin, mask, causal, update, compute, binding.own)
+    slots = None if cache is None or causal or compiling else _slots(cache, attention.layer_idx, x, binding.spec)
+    return Call(binding.spec, binding.weights, cos, sin, mask, causal, update, compute, binding.own, binding.fixed, slots)
 
 
 def compute_dtype(binding: Binding, x: Tensor, embeddings: Any) -> tuple[torch.dtype | None, str | None]:
@@ -190,6 +197,27 @@ def _updater(
         return k, v
 
     return update
+
+
+def _slots(cache: Any, index: int, x: Tensor, spec: BlockSpec) -> Slots | None:
+    """The slots of transformers' StaticCache, where its update only fills them; None where it has to run itself."""
+    if _name(cache) != "StaticCache" or "update" in cache.__dict__ or cache.offloading or index >= len(cache.layers):
+        return None
+    layer = cache.layers[index]
+    if _name(layer) != "StaticLayer" or "update" in layer.__dict__ or not layer.is_initialized:
+        return None
+    if not type(cache).update.__module__ == type(layer).update.__module__ == _CACHES:
+        return None
+    slots = Slots(layer.keys, layer.values, layer.cumulative_length)
+    shape, fits = layer.keys.shape, (x.shape[0], spec.kv_heads, spec.head_dim)
+    kinds = {(t.shape, t.dtype, t.device, t.stride(3)) for t in slots[:2]}
+    right = kinds == {(shape, x.dtype, x.device, 1)} and (shape[0], shape[1], shape[3]) == fits
+    return slots if right and slots.length.dtype is torch.int64 and slots.length.device == x.device else None
+
+
+def _name(value: Any) -> str:
+    """The class's name, if it is one of transformers' caches."""
+    return type(value).__name__ if type(value).__module__ == _CACHES else ""
 
 
 def signature_names(cls: type) -> tuple[str, ...]:

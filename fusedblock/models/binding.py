@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..blocks import BlockSpec, BlockWeights
+from ..blocks import BlockSpec, BlockWeights, fixed
+from ..ops import Fixed
 from .table import LayerSpec
 
 # The hooks of transformers on attention modules do nothing unless its collector, which `prepare` asks, wants attentions.
@@ -45,6 +46,7 @@ class Binding(NamedTuple):
     dropouts: tuple[tuple[nn.Module, str, str], ...]  # (module, attribute, path): rates that must be 0 in training
     partial: bool  # tables may be narrower than a head
     own: Mapping[str, nn.Module]  # weight -> the module that adapts it, which runs itself
+    fixed: Fixed | None = None  # None while torch.compile traces
 
 
 def activation_of(function: Any) -> str | None:
@@ -256,12 +258,12 @@ def _bind(layer: nn.Module, spec: LayerSpec) -> Binding:
         transposed=spec.linear_class.endswith("Conv1D"), norms=" ".join(norms),
     )  # fmt: skip
     return Binding(block, weights, attention, activation, tuple(children), tuple(slots.values()), tuple(facts), tuple(dropouts),
-                   spec.partial, own)  # fmt: skip
+                   spec.partial, own, None if torch.compiler.is_compiling() else fixed(block, weights))  # fmt: skip
 
 
 def _slots(modules: Mapping[str, nn.Module]) -> dict[str, tuple[dict[str, Any], str, Tensor | None]]:
     """Field of BlockWeights -> the place of the parameter. A linear layer's or LayerNorm's bias may be None."""
-    slots = {}
+    slots: dict[str, tuple[dict[str, Any], str, Tensor | None]] = {}
     for name, module in modules.items():
         weight, bias = (module._parameters.get(n) for n in ("weight", "bias"))
         if not isinstance(weight, Tensor):
@@ -277,7 +279,7 @@ def _slots(modules: Mapping[str, nn.Module]) -> dict[str, tuple[dict[str, Any], 
     return slots
 
 
-def _sizes(w: BlockWeights, head_dim: int, options: Mapping[str, Any], spec: LayerSpec) -> dict[str, int]:
+def _sizes(w: BlockWeights, head_dim: int, options: Mapping[str, Any], spec: LayerSpec) -> dict[str, Any]:
     """hidden, ffn, heads, kv_heads, head_dim, having checked that every weight has the shape they give it."""
     transposed = spec.linear_class.endswith("Conv1D")
 

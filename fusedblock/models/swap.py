@@ -61,7 +61,7 @@ class FusedLayer(nn.Module):
             self.__dict__[STATE].calls.fused += 1
         return blocks.forward(
             call.spec, call.weights, hidden_states, call.cos, call.sin, mask=call.mask, causal=call.causal, update=call.update,
-            compute_dtype=call.compute_dtype, own=call.own,
+            compute_dtype=call.compute_dtype, own=call.own, kept=call.kept, slots=call.slots,
         )  # fmt: skip
 
     def _fusedblock_call(self, hidden_states: Tensor, arguments: dict[str, Any]) -> adapter.Call | str:

@@ -1,0 +1,49 @@
+"""A decode step that fills a static cache itself gives what the cache's own update between two compositions gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, StaticCache
+
+from fusedblock import ops
+from fusedblock.blocks import functional as core
+from fusedblock.interpret import interpret
+from fusedblock.kernels import _replay
+from fusedblock.kernels._target import TARGETS
+
+from .test_replay import SPEC, _tensors
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_slots_are_filled_and_attended(masked: bool) -> None:
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1)
+    caches = [StaticCache(config=config, max_cache_len=40) for _ in range(3)]
+    past = [torch.randn(2, 2, 30, 16).bfloat16() for _ in range(2)]
+    for cache in caches:
+        cache.update(*past, 0)
+    mask = (torch.arange(40) < 31).expand(2, 1, 1, 40) if masked else None
+    w, _ = _tensors(0, True)
+    x, cos, sin = torch.randn(2, 1, 64).bfloat16(), torch.randn(1, 1, 16).bfloat16(), torch.randn(1, 1, 16).bfloat16()
+
+    def slots(i: int) -> list[torch.Tensor]:
+        layer = caches[i].layers[0]
+        return [layer.keys, layer.values, layer.cumulative_length]
+
+    def compose(i: int) -> torch.Tensor:
+        return core._compose_slots(ops.direct, SPEC, w, x, cos, sin, mask, *slots(i))
+
+    def inputs(i: int) -> list[torch.Tensor]:
+        return [x, cos, sin, *([mask] if masked else []), *slots(i), *[t for t in w if t is not None]]
+
+    with interpret(TARGETS["sm_90"]), torch.no_grad():
+        q, k, v = core._compose_front(ops.direct, SPEC, w, x, cos, sin)
+        keys, values = (t.transpose(1, 2) for t in caches[0].update(k.transpose(1, 2), v.transpose(1, 2), 0))
+        want = core._compose_back(ops.direct, SPEC, w, x, None, q, keys, values, ops.normalise_mask(mask, q, keys), False)
+        got, program = _replay.record(lambda: compose(1), inputs(1))
+        assert torch.equal(got, want)
+        assert program is not None and len(program.steps) == 8
+        again = program.run(inputs(2))
+        assert again is not None and torch.equal(again[0], want)
+    for i in (1, 2):
+        assert all(torch.equal(a, b) for a, b in zip(slots(i), slots(0)))
