@@ -16,6 +16,7 @@ from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from fusedblock import BlockConfig
+from fusedblock.models import rotary
 from fusedblock.models.rotary import Rotary, frequencies
 from fusedblock.models.table import FAMILIES
 
@@ -194,6 +195,29 @@ def test_frequencies_keep_their_dtype_and_leave_meta() -> None:
     config = llama(rope_parameters={"rope_type": "linear", "factor": 4.0})
     tables = Rotary(config, "halves", device="meta").to_empty(device="cpu").to(torch.bfloat16)
     assert torch.equal(tables.inv_freq, frequencies(config)[0]) and not tables.state_dict()
+
+
+def test_tables_of_positions_that_count_are_made_once_for_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    forward = Rotary.forward
+    monkeypatch.setattr(Rotary, "forward", lambda self, x, ids: made.append(int(ids[0, 0])) or forward(self, x, ids))
+    monkeypatch.setattr(rotary, "_recent", {})
+    first, second, other = (Rotary(llama(rope_theta=theta), "halves") for theta in (1e4, 1e4, 2e4))
+    x = torch.zeros(2, 5, 64)
+    for start in (0, 5):
+        with torch.inference_mode(start == 0):
+            got = first.counted(x, start)
+        assert second.counted(x, start) is got and not got[0].is_inference()
+        for t, want in zip(got, forward(first, x, torch.arange(start, start + 5)[None])):
+            assert torch.equal(t, want)
+    assert made == [0, 5]
+    assert not torch.equal(other.counted(x, 5)[0], got[0])
+    assert first.counted(x.bfloat16(), 5)[0].dtype is torch.bfloat16
+    assert first.counted(x[:, :4], 5)[0].shape == (1, 4, 16)
+    assert made == [0, 5, 5, 5, 5]
+    for start in range(9):
+        first.counted(x, start)
+    assert len(rotary._recent) == 4
 
 
 def test_tables_of_another_kind_must_be_given() -> None:

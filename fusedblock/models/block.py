@@ -244,9 +244,9 @@ class FusedBlock(nn.Module):
         self._check(bound.weights.q.device, hidden_states, position_ids, position_embeddings, attention_mask)
         past = self._past(cache, position_ids, position_embeddings, attention_mask)
         if position_embeddings is None and self.rotary_emb is not None:
-            if position_ids is None:
-                position_ids = torch.arange(past, past + hidden_states.shape[1], device=hidden_states.device)[None]
-            position_embeddings = self.rotary_emb(hidden_states, position_ids)
+            counted = position_ids is None
+            position_embeddings = (self.rotary_emb.counted(hidden_states, past) if counted
+                                   else self.rotary_emb(hidden_states, position_ids))  # fmt: skip
         compute, reason = compute_dtype(bound, hidden_states, position_embeddings)
         if reason:
             hint = "; the kernels have no dropout, set it to 0 or call eval()" if reason.endswith("in training") else ""

@@ -78,6 +78,11 @@ _SCALINGS: dict[str, Callable[[Tensor, float, Mapping[str, Any]], tuple[Tensor, 
 }  # fmt: skip
 
 
+# The tables of the last calls, by all that they depend on: the blocks of a model want the same ones, one after another.
+_recent: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+_KEPT = 4
+
+
 class Rotary(nn.Module):
     """cos and sin of every position, as transformers' models hand them to their layers."""
 
@@ -91,6 +96,7 @@ class Rotary(nn.Module):
             self.refusal = ""
         except ValueError as error:
             values, self.attention_scaling, self.refusal = torch.zeros(0), 1.0, str(error)
+        self._facts = (tables, config.rope_theta, config.partial_rotary_factor, config.head_dim, repr(config.rope_parameters))
         # Not persistent: state dicts of a layer hold none.
         self.register_buffer("inv_freq", values.to(torch.get_default_device() if device is None else device), persistent=False)
 
@@ -104,6 +110,24 @@ class Rotary(nn.Module):
         if not self.refusal and not self.inv_freq.is_meta:
             self.inv_freq = frequencies(self.config)[0].to(self.inv_freq.device)
         return self
+
+    def counted(self, hidden_states: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """cos and sin `1 seq rotary` for hidden_states `batch seq hidden` whose positions count from start."""
+        x, end = hidden_states, start + hidden_states.shape[1]
+        capturing = not torch.compiler.is_compiling() and x.is_cuda and torch.cuda.is_current_stream_capturing()
+        if torch.compiler.is_compiling() or capturing or type(x) not in (Tensor, nn.Parameter):
+            return self(x, torch.arange(start, end, device=x.device)[None])
+        stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else None
+        key = (self._facts, start, end, x.dtype, x.device, stream)
+        found = _recent.get(key)
+        if found is None:
+            with torch.inference_mode(False):  # a training step may be the next to want them
+                found = self(x, torch.arange(start, end, device=x.device)[None])
+            if type(found[0]) is Tensor:  # not what a mode makes of them
+                while len(_recent) >= _KEPT:
+                    _recent.pop(next(iter(_recent)), None)
+                _recent[key] = found
+        return found
 
     @torch.no_grad()
     def forward(self, hidden_states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
