@@ -8,7 +8,7 @@ from typing import Any
 import families
 import pytest
 import torch
-from llama import prompt, relative_error
+from llama import CACHE, prompt, relative_error
 from op_cases import recording
 from test_families import outcome
 from test_llama_numerics import IMPLEMENTATIONS, root_mean_square
@@ -99,7 +99,7 @@ def stepwise(model: nn.Module, chunks: list[tuple[int, torch.dtype | None]]) -> 
     ids, logits, cache, at = prompt()[0], [], None, 0
     for tokens, dtype in chunks:
         with nullcontext() if dtype is None else torch.autocast("cpu", dtype):
-            out = model(ids[:, at : at + tokens], past_key_values=cache, use_cache=True)
+            out = model(ids[:, at : at + tokens], use_cache=True, **{CACHE: cache})
         logits.append(out.logits.double())
         cache, at = out.past_key_values, at + tokens
     return torch.cat(logits, 1)

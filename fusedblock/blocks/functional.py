@@ -135,8 +135,8 @@ def _front(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, cos: Tensor 
         turn = (None, None) if apart else (cos, sin)
         norms = (None, None) if apart or w.q_norm is None else (_per_head(w.q_norm, spec), _per_head(w.k_norm, spec))
         save = training and norms[0] is not None
-        q, k, v, _, _ = call("qkv_rope", y.view(x.shape), *matrices, *biases, *turn, None, *norms,
-                             spec.rope == "interleaved", spec.norm, spec.eps, spec.weight_offset, spec.round_early, save)  # fmt: skip
+        q, k, v, _, _ = call("qkv_rope", y.view(x.shape), *matrices, *biases, *turn, None, *norms, spec.rope == "interleaved",
+                             spec.norm, spec.eps, spec.weight_offset, spec.round_early, save)  # fmt: skip
     if apart and w.q_norm is not None:
         width_q, width_k = (n * spec.head_dim if spec.qk_norm == "full" else spec.head_dim for n in (spec.heads, spec.kv_heads))
         q, k = (_norm(call, spec, w, name, t.reshape(-1, width), training).view(t.shape)
