@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import aot
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -88,6 +90,16 @@ def test_against_float64(dtype: torch.dtype, kind: str, causal: bool) -> None:
             check(case, dtype, kind, causal)
 
 
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+def test_more_sequences_than_sms(dtype: torch.dtype) -> None:
+    few = replace(TARGETS["sm_90"], sms=1)
+    with interpret(few):
+        for case in CASES:
+            for kind in MASKS:
+                check(case, dtype, kind, False)
+    assert decode.configure(16, 128, 2, False, few, 2) == decode.Config(32, 4, 4)
+
+
 def test_strided_keys_and_few_splits() -> None:
     q, k, v, _ = make((2, 1, 4, 2, 32, 150), torch.float32, "none")
     cached = torch.stack((k, v)).transpose(2, 3).contiguous().transpose(2, 3)  # HF's cache layout, seen as batch context heads
@@ -122,6 +134,7 @@ def test_splits_fill_the_gpu() -> None:
     target, config = TARGETS["sm_90"], decode.Config(128, 4, 3)
     assert decode.split_length(8, 4096, config, target) == 256  # 16 splits of 8 sequences: 128 programs on 132 SMs
     assert decode.split_length(132, 4096, config, target) == 4096  # enough sequences: not split
+    assert decode.split_length(512, 4096, config, target) == 4096  # nor many more: 32 splits would fill the SMs no better
     assert decode.split_length(1, 1 << 20, config, target) == 64 * 128  # at most MAX_SPLITS
     assert decode.split_length(1, 100, config, target) == 128
 
@@ -134,17 +147,18 @@ def test_compiles_without_spills(name: str, head_dim: int) -> None:
     def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
 
-    k = meta(1, 4096, 8, head_dim)
     with aot.compile_only(target) as kernels:
-        for mask in (None, meta(1, 1, 1, 4096, dtype=torch.bool)):
-            decode.launch(meta(1, 1, 32, head_dim), k, k, mask, False, 0.1)
-    assert len(kernels) == 4 and aot.problems(kernels, target) == []
+        for batch in (1, 64):  # fewer sequences than SMs, and more
+            k = meta(batch, 4096, 8, head_dim)
+            for mask in (None, meta(1, 1, 1, 4096, dtype=torch.bool)):
+                decode.launch(meta(batch, 1, 32, head_dim), k, k, mask, False, 0.1)
+    assert len(kernels) in (6, 8) and aot.problems(kernels, target) == []
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 def test_gpu_against_float64(dtype: torch.dtype) -> None:
-    for case in [*CASES, (2, 1, 32, 8, 128, 4096), (1, 2, 32, 8, 128, 1000), (1, 1, 8, 8, 256, 513)]:
+    for case in [*CASES, (2, 1, 32, 8, 128, 4096), (1, 2, 32, 8, 128, 1000), (1, 1, 8, 8, 256, 513), (9, 1, 16, 16, 128, 700)]:
         for kind in MASKS:
             check(case, dtype, kind, False, "cuda")
     check(CASES[-1], dtype, "none", True, "cuda")
