@@ -65,7 +65,8 @@ def split_length(sequences: int, context: int, config: Config, target: Target) -
     if sequences > target.sms:
         return config.block_n * blocks
     lengths = range(blocks, max(0, cdiv(blocks, MAX_SPLITS) - 1), -1)  # in blocks
-    return config.block_n * min(lengths, key=lambda n: cdiv(sequences * cdiv(blocks, n), target.sms) * (n + 1))  # a split costs a block
+    # A split costs about as much as a block more.
+    return config.block_n * min(lengths, key=lambda n: cdiv(sequences * cdiv(blocks, n), target.sms) * (n + 1))
 
 
 def _per_row(mask: Tensor | None) -> bool:
