@@ -18,8 +18,8 @@ class KVCache:
     """
 
     def __init__(self, max_length: int | None = None) -> None:
-        if max_length is not None and max_length < 1:
-            raise ValueError(f"KVCache: max_length={max_length}, expected a positive number of tokens or None")
+        if max_length is not None and (type(max_length) is not int or max_length < 1):
+            raise ValueError(f"KVCache: max_length={max_length!r}, expected a positive number of tokens or None")
         self.max_length = max_length
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}

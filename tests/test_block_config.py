@@ -114,6 +114,7 @@ def test_a_config_is_a_value() -> None:
         config.hidden_size = 1  # type: ignore[misc]
 
 
+MISTRAL = {"model_type": "mistral", "num_key_value_heads": 4}
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "unknown family": ({"model_type": "mamba"}, "model_type='mamba', expected one of llama, .*vit"),
     "word of another family": ({"use_qk_norm": True}, "use_qk_norm=True, but model_type='llama' has no such word; .*mlp_bias"),
@@ -129,6 +130,18 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "two types": ({"rope_parameters": {"rope_type": "yarn", "type": "linear"}}, "rope_type='yarn' and type='linear'"),
     "no factor": ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters of rope_type='linear' lack factor"),
     "foreign key": ({"rope_parameters": {"rope_type": "linear", "factor": 2, "beta_fast": 1}}, "have beta_fast, .*takes factor"),
+    "factor": ({"rope_parameters": {"rope_type": "linear", "factor": -2}}, "factor=-2, expected a positive number"),
+    "word as factor": ({"rope_parameters": {"rope_type": "linear", "factor": "4"}}, "factor='4', expected a finite number"),
+    "no dictionary": ({"rope_parameters": "linear"}, "rope_parameters='linear', expected a dictionary"),
+    "no window": ({**MISTRAL, "sliding_window": 0}, "sliding_window=0, expected a positive integer"),
+    "part of a window": ({**MISTRAL, "sliding_window": 2.5}, "sliding_window=2.5, expected an integer"),
+    "word as number": ({"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6', expected a finite number"),
+    "no number": ({"model_type": "granite", "residual_multiplier": float("nan")}, "residual_multiplier=nan, expected a finite"),
+    "word as truth": ({"attention_bias": "false"}, "attention_bias='false', expected true or false"),
+    "layer type": (
+        {**MISTRAL, "model_type": "qwen2", "layer_types": ["chunked_attention"]},
+        "layer_types has 'chunked_attention' for layer 0, expected full_attention or sliding_attention",
+    ),
     "partial": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5, but a head of llama turns as a"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -29,6 +30,8 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "position dtype": (ValueError, "position_ids are torch.float32, expected integers", {"position_ids": IDS.float()}),
     "tables": (ShapeError, r"sin has shape \(1, 2, 64\), expected \(1\|2 3 rotary\)", {"position_embeddings": (X, X[:1, :2])}),
     "table width": (ValueError, "position_embeddings have 64 columns for head_dim=16", {"position_embeddings": (X, X)}),
+    "nothing": (TypeError, "hidden_states is a NoneType, expected a tensor", {"hidden_states": None}),
+    "no tables": (TypeError, "cos is a int, expected a tensor", {"position_embeddings": (1, 2)}),
     "one table": (TypeError, r"position_embeddings is a Tensor, expected \(cos, sin\)", {"position_embeddings": X}),
     "mask": (ShapeError, r"shape \(2, 2\), expected \(2 3\): 0 tokens in the cache", {"attention_mask": ONES[0, 0, :2, :2] > 0}),
     "mask dtype": (ValueError, "attention_mask is torch.float32, expected bool or integers", {"attention_mask": ONES[0, 0, :2]}),
@@ -59,6 +62,22 @@ def test_a_full_or_foreign_cache_is_refused_before_anything_is_launched(monkeypa
             block(X[:1, :1], cache=cache)
         with pytest.raises(ValueError, match="holds keys of dtype torch.float32, and gets torch.bfloat16"):
             block.to(torch.bfloat16)(X[:, :1].bfloat16(), cache=cache)
+
+
+@pytest.mark.parametrize("length", (None, 8))
+@pytest.mark.parametrize("positioned", (False, True))
+def test_a_mask_of_another_context_leaves_the_cache_as_it_was(length: int | None, positioned: bool) -> None:
+    block = FusedBlock(LLAMA).eval()
+    cache, x = KVCache(length), torch.randn(2, 3, 64)
+    given = {"position_ids": torch.tensor([[3]])} if positioned else {}
+    with torch.no_grad():
+        block(x, cache=cache)
+        with pytest.raises(ShapeError, match=r"shape \(2, 1, 1, 9\), expected \(1\|2 1\|4 1\|1 4\)"):
+            block(x[:, :1], cache=cache, attention_mask=torch.ones(2, 1, 1, 9) > 0, **given)
+        assert cache.get_seq_length() == 3
+        want = block(x[:, :1], cache=copy.deepcopy(cache))
+        got = block(x[:, :1], cache=cache, attention_mask=torch.ones(2, 1, 1, 4) > 0, **given)
+        assert relative_error(got, want) < 1e-6 and cache.get_seq_length() == 4
 
 
 def test_a_config_without_a_kernel_is_refused() -> None:
@@ -98,8 +117,9 @@ def test_a_cache_is_used_again() -> None:
             assert cache.get_seq_length() == 4 and cache.get_seq_length(1) == 0 and "tokens=4" in repr(cache)
             cache.reset()
             assert cache.get_seq_length() == 0 and torch.equal(block(x, cache=cache), want)
-    with pytest.raises(ValueError, match="max_length=0, expected a positive number"):
-        KVCache(max_length=0)
+    for length in (0, 2.5, True):
+        with pytest.raises(ValueError, match=f"max_length={length}, expected a positive number"):
+            KVCache(max_length=length)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"keys have shape \(1, 2\), values \(1, 2\), expected one shape \(batch"):
         KVCache().update(x[:, :2, 0], x[:, :2, 0], 0)
 

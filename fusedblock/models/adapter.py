@@ -121,8 +121,8 @@ def compute_dtype(binding: Binding, x: Tensor, embeddings: Any) -> tuple[torch.d
         return None, f"autocast to {compute}"
     if reason := _tensors(binding, x, embeddings, compute):
         return None, reason
-    for module, rate, path in binding.dropouts:
-        if module.training and getattr(module, rate):
+    for reader, module, rate, path in binding.dropouts:
+        if reader.training and getattr(module, rate):
             return None, f"{path}={getattr(module, rate)} in training"
     return compute, None
 

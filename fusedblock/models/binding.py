@@ -43,7 +43,8 @@ class Binding(NamedTuple):
     children: tuple[Child, ...]
     slots: tuple[tuple[dict[str, Any], str, Tensor | None], ...]  # (a module's _parameters, name, parameter)
     facts: tuple[tuple[nn.Module | None, str, Any], ...]  # (module, or None for the layer; attribute; what the spec was made of)
-    dropouts: tuple[tuple[nn.Module, str, str], ...]  # (module, attribute, path): rates that must be 0 in training
+    # (module that may be in training, module with the rate, attribute, path): rates that must be 0 then
+    dropouts: tuple[tuple[nn.Module, nn.Module, str, str], ...]
     partial: bool  # tables may be narrower than a head
     own: Mapping[str, nn.Module]  # weight -> the module that adapts it, which runs itself
     fixed: Fixed | None = None  # None while torch.compile traces
@@ -183,7 +184,8 @@ def unsupported(layer: nn.Module, spec: LayerSpec) -> str | None:
     for path, reason in spec.refused.items():
         if _at(layer, path):
             return reason
-    found = [_at(layer, f"{path}.{spec.eps}") for path in spec.norms.values()]
+    places = (*spec.norms.values(), f"{spec.attention}.{spec.q_norm}", f"{spec.attention}.{spec.k_norm}")
+    found = [_at(layer, f"{path}.{spec.eps}") for path in places]
     found = [eps for eps in found if eps is not None]  # no such norm, or one of another class, which `bind` refuses
     if len(set(found)) > 1:
         return f"the norms have different epsilons, {' and '.join(map(str, dict.fromkeys(found)))}"
@@ -211,9 +213,9 @@ def _bind(layer: nn.Module, spec: LayerSpec) -> Binding:
         options[field] = values[bool(fact(path))]
     children = [_child(layer, path, f"{spec.home}.{name}", path == spec.attention) for path, name in spec.classes.items()]
     norm_class = spec.norm_class if "." in spec.norm_class else f"{spec.home}.{spec.norm_class}"
-    # A parallel layer whose branches share one norm may have no module in the place of the other.
+    # A parallel layer whose branches share one norm does not look at the other, which it may have from before.
     norms = {n: p for n, p in spec.norms.items()
-             if not (options["residual"] == "parallel" and n == "mlp_norm" and _at(layer, p) is None)}  # fmt: skip
+             if not (options["residual"] == "parallel" and n == "mlp_norm" and spec.shared_norm)}  # fmt: skip
     modules: dict[str, nn.Module] = {}
     heads = ("q_norm", "k_norm") if options["qk_norm"] else ()
     places = {**norms, **{n: f"{spec.attention}.{getattr(spec, n)}" for n in heads}}
@@ -229,14 +231,18 @@ def _bind(layer: nn.Module, spec: LayerSpec) -> Binding:
         modules[name] = children[-1].module
     children.append(_child(layer, spec.activation, ""))
     activation = children[-1].module
-    dropouts = []
+    attention, dropouts = _at(layer, spec.attention), []
     for path in spec.dropouts:
         owner, name = _owner(layer, path)
         if isinstance(_at(layer, path), nn.Module):
             children.append(_child(layer, path, "torch.nn.modules.dropout.Dropout"))
-            dropouts.append((children[-1].module, "p", path))
+            # Attention takes the rate of its module and asks itself whether it is in training.
+            module = children[-1].module
+            readers = (module, attention) if path.rpartition(".")[0] == spec.attention else (module,)
+            dropouts += [(reader, module, "p", path) for reader in readers]
         else:
-            dropouts.append((layer if owner is None else owner, name, path))
+            holder = layer if owner is None else owner
+            dropouts.append((holder, holder, name, path))
     if reason := unsupported(layer, spec):
         raise _Unfit(reason)
 
@@ -244,10 +250,9 @@ def _bind(layer: nn.Module, spec: LayerSpec) -> Binding:
     if own.keys() & {"q", "k", "v"} and any(p.dim() > 1 for p in (slots[n][2] for n in heads) if p is not None):
         raise _Unfit("an adapter before norms with weights for every head")
     weights = BlockWeights(**{name: slot[2] for name, slot in slots.items()})  # type: ignore[arg-type]
-    for path in norms.values():
+    for path in places.values():
         fact(f"{path}.{spec.eps}")
     numbers = _sizes(weights, fact(f"{spec.attention}.{spec.head_dim}"), options, spec)
-    attention = _at(layer, spec.attention)
     groups = fact(f"{spec.attention}.num_key_value_groups") if hasattr(attention, "num_key_value_groups") else 1
     if numbers["heads"] // numbers["kv_heads"] != groups:
         raise _Unfit(f"{numbers['heads']} heads over {numbers['kv_heads']} key/value heads, but num_key_value_groups={groups}")

@@ -213,7 +213,7 @@ class FusedBlock(nn.Module):
         for (parameters, name, _), (_, _, tensor) in zip(ours.slots, theirs.slots):
             if tensor is not None:
                 parameters[name] = tensor
-        for (module, rate, _), (source_module, source_rate, _) in zip(ours.dropouts, theirs.dropouts):
+        for (_, module, rate, _), (_, source_module, source_rate, _) in zip(ours.dropouts, theirs.dropouts):
             setattr(module, rate, getattr(source_module, source_rate))
         if block.rotary_emb is not None:
             block.rotary_emb = Rotary(config, config.spec.tables, theirs.weights.q.device)
@@ -274,7 +274,7 @@ class FusedBlock(nn.Module):
 
     def _check(self, device: torch.device, x: Tensor, position_ids: Any, embeddings: Any, mask: Any) -> None:
         for name, value in (("hidden_states", x), ("position_ids", position_ids), ("attention_mask", mask)):
-            if value is not None and not isinstance(value, Tensor):
+            if not isinstance(value, Tensor) and (value is not None or name == "hidden_states"):
                 raise TypeError(f"FusedBlock: {name} is a {type(value).__name__}, expected a tensor")
             if value is not None and value.device != device:
                 raise ValueError(f"FusedBlock: {name} is on {value.device}, the weights are on {device}")
@@ -293,13 +293,15 @@ class FusedBlock(nn.Module):
             if not isinstance(embeddings, (tuple, list)) or len(embeddings) != 2:
                 raise TypeError(f"FusedBlock: position_embeddings is a {type(embeddings).__name__}, expected (cos, sin)")
             for name, t in zip(("cos", "sin"), embeddings):
+                if not isinstance(t, Tensor):
+                    raise TypeError(f"FusedBlock: {name} is a {type(t).__name__}, expected a tensor")
                 if t.dim() != 3 or t.shape[0] not in (1, batch) or t.shape[1] != seq:
                     raise ShapeError(f"FusedBlock: {name} has shape {tuple(t.shape)}, expected (1|{batch} {seq} rotary)")
 
     def _past(self, cache: Any, position_ids: Any, embeddings: Any, mask: Any) -> int:
         """How many tokens the cache has; 0 where nothing depends on it, since for a cache on a device it may be a sync."""
         positioned = self.rotary_emb is None or position_ids is not None or embeddings is not None
-        if cache is None or (positioned and mask is not None and mask.dim() == 4):
+        if cache is None or (positioned and mask is not None and mask.dim() == 4 and type(cache) is not KVCache):
             return 0
         if not callable(getattr(cache, "get_seq_length", None)):
             raise TypeError(
@@ -312,9 +314,10 @@ class FusedBlock(nn.Module):
         batch, seq = x.shape[:2]
         context = past + seq
         if mask is not None and mask.dim() == 4:
-            heads, expected = self.config.num_attention_heads, "any" if cache is not None else str(seq)
+            heads, known = self.config.num_attention_heads, cache is None or type(cache) is KVCache
             b, h, s, c = mask.shape
-            if b not in (1, batch) or h not in (1, heads) or s not in (1, seq) or (cache is None and c != seq):
+            if b not in (1, batch) or h not in (1, heads) or s not in (1, seq) or (known and c != context):
+                expected = context if known else "any"
                 raise ShapeError(
                     f"FusedBlock: attention_mask has shape {tuple(mask.shape)}, expected (1|{batch} 1|{heads} 1|{seq} {expected})"
                 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import numbers
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -23,8 +25,17 @@ ROPE_KEYS = {
              "mscale_all_dim", "truncate"),
 }  # fmt: skip
 _ROPE_REQUIRED = {**ROPE_KEYS, "yarn": ("factor", "original_max_position_embeddings")}
+_KINDS = {"bool | None": (bool, "true or false"), "int | None": (numbers.Integral, "an integer"),
+          "float | None": (numbers.Real, "a finite number"), "Mapping[str, Any] | None": (Mapping, "a dictionary")}  # fmt: skip
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 # Words whose null in a config.json says something. Any other null means the default.
 _NULLABLE = frozenset({"num_key_value_heads", "head_dim", "sliding_window", "intermediate_size"})
+
+
+def _of_kind(name: str, value: Any, kind: type, expected: str) -> None:
+    right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+    if not right or (kind is numbers.Real and not math.isfinite(value)):
+        raise ValueError(f"BlockConfig: {name}={value!r}, expected {expected}")
 
 
 class _Default:
@@ -106,12 +117,14 @@ class BlockConfig:
     attention_probs_dropout_prob: float | None = DEFAULT
 
     def __post_init__(self) -> None:
-        spec = table.FAMILIES.get(self.model_type)
+        spec = table.FAMILIES.get(self.model_type) if isinstance(self.model_type, str) else None
         if spec is None:
             raise ValueError(f"BlockConfig: model_type={self.model_type!r}, expected one of {', '.join(table.FAMILIES)}")
         words = spec.config_words
-        for name in (f.name for f in fields(self)):
+        for name, kind in ((f.name, f.type) for f in fields(self)):
             value = getattr(self, name)
+            if value is not DEFAULT and value is not None and kind in _KINDS:
+                _of_kind(name, value, *_KINDS[kind])  # type: ignore[index]
             if isinstance(value, list):
                 self._set(name, tuple(value))
             if name in _SIZES or (name in _DERIVED and name not in words and value is not DEFAULT):
@@ -140,6 +153,12 @@ class BlockConfig:
             listed = getattr(self, name)
             if listed is not None and self.layer_idx >= len(listed):
                 raise ValueError(f"BlockConfig: layer_idx={self.layer_idx}, but {name} has {len(listed)} entries")
+        kind = "full_attention" if self.layer_types is None else self.layer_types[self.layer_idx]
+        if kind not in _LAYER_TYPES:
+            expected = " or ".join(_LAYER_TYPES)
+            raise ValueError(f"BlockConfig: layer_types has {kind!r} for layer {self.layer_idx}, expected {expected}")
+        if self.window is not None:
+            self._positive("sliding_window")
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -207,6 +226,10 @@ class BlockConfig:
                 given.setdefault("factor", self.max_position_embeddings / given["original_max_position_embeddings"])
             if missing := [name for name in _ROPE_REQUIRED[kind] if name not in given]:
                 raise ValueError(f"BlockConfig: rope_parameters of rope_type={kind!r} lack {', '.join(missing)}")
+            for name in _ROPE_REQUIRED[kind]:
+                _of_kind(f"rope_parameters' {name}", given[name], numbers.Real, "a finite number")
+                if not given[name] > 0:
+                    raise ValueError(f"BlockConfig: rope_parameters' {name}={given[name]!r}, expected a positive number")
         self._set("rope_parameters", {"rope_type": kind, **given})
         if self.partial_rotary_factor is not None and not 0 < self.partial_rotary_factor <= 1:
             raise ValueError(f"BlockConfig: partial_rotary_factor={self.partial_rotary_factor!r}, expected above 0 and up to 1")
