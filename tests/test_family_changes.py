@@ -69,3 +69,13 @@ def test_attention_drops_in_training_though_its_dropout_module_is_in_eval(name: 
         made.append(outputs(name, model))
     assert relative_error(made[0], still) > 0.01
     assert relative_error(made[1], made[0]) < 1e-5
+
+
+@pytest.mark.parametrize("name", ("llama", "gpt2", "vit"))
+def test_an_argument_too_many_or_given_twice_is_an_error(name: str) -> None:
+    layer = next(m for m in pair(name)[1].modules() if isinstance(m, fusedblock.models.swap.FusedLayer))
+    x, before_mask = torch.zeros(1, 2, 64), (None,) if name == "gpt2" else ()
+    with pytest.raises(TypeError, match="positional arguments"):
+        layer(x, *[None] * 20)
+    with pytest.raises(TypeError, match="multiple values for argument 'attention_mask'"):
+        layer(x, *before_mask, None, attention_mask=torch.zeros(1, 1, 2, 2))

@@ -51,6 +51,8 @@ class FusedLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         named = kwargs if not args else {**dict(zip(self._fusedblock_arguments, args)), **kwargs}
+        if len(named) < len(args) + len(kwargs):  # too many, or one given twice: python's own error
+            return super().forward(hidden_states, *args, **kwargs)
         call = self._fusedblock_call(hidden_states, named)
         compiling = torch.compiler.is_compiling()
         if isinstance(call, str):
