@@ -6,6 +6,9 @@
     keys, values  batch kv_heads slots head_dim          written in place
     length        (), int64, on the device               read and written by one program alone, so that no other sees it change
 
+Tokens past the last slot are not written; the last value slot becomes NaN instead, and so does what attends to it: torch's own
+update stops the device there, which this cannot ask for without a wait.
+
 For a few tokens (fits): one program copies them all. HBM, in elements: reads k, v and length, writes as much.
 """
 
@@ -42,10 +45,13 @@ def _kernel(
         c = tl.load(v + (b * stride_vb + s * stride_vs + h * stride_vh)[:, None] + d, ok, other=0.0)
         tl.store(keys + (b * to_kb + h * to_kh + slot * to_ks)[:, None] + d, a, ok)
         tl.store(values + (b * to_vb + h * to_vh + slot * to_vs)[:, None] + d, c, ok)
+        full = ((row < ROWS) & (start + SEQ > SLOTS))[:, None] & (d < D)
+        nan = tl.full([BLOCK, DP], float("nan"), values.dtype.element_ty)
+        tl.store(values + (b * to_vb + h * to_vh + (SLOTS - 1) * to_vs)[:, None] + d, nan, full)
 
 
 def store(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, length: Tensor) -> None:
-    """In place, as above. Slots past the end are not written."""
+    """In place, as above."""
     batch, seq, kv_heads, head_dim = k.shape
     k, v = contiguous_last(k), contiguous_last(v)
     rows = batch * seq * kv_heads

@@ -39,18 +39,20 @@ def test_slots_are_those_of_transformers(batch: int, seq: int, kv_heads: int, he
             assert layer.cumulative_length.item() == want.layers[0].cumulative_length.item() == 3 + (step + 1) * seq
 
 
-def test_slots_past_the_end_are_not_written() -> None:
+@pytest.mark.parametrize("seq", [2, 3, 20])
+def test_a_full_cache_is_seen_in_the_result(seq: int) -> None:
+    """Nothing past the end is written; the last value slot is NaN, where torch's index_copy_ would raise."""
     cache = _cache(2, 2, 16, torch.float32)
     layer = cache.layers[0]
     layer.cumulative_length.fill_(SLOTS - 1)
     keys, values = layer.keys.clone(), layer.values.clone()
-    k, v = torch.randn(2, 3, 2, 16), torch.randn(2, 3, 2, 16)
+    k, v = torch.randn(2, seq, 2, 16), torch.randn(2, seq, 2, 16)
     with interpret(TARGETS["sm_90"]):
         static_cache.store(k, v, layer.keys, layer.values, layer.cumulative_length)
-    keys[:, :, -1], values[:, :, -1] = k[:, 0], v[:, 0]
+    keys[:, :, -1] = k[:, 0]
     assert torch.equal(layer.keys, keys)
-    assert torch.equal(layer.values, values)
-    assert layer.cumulative_length.item() == SLOTS + 2
+    assert torch.equal(layer.values[:, :, :-1], values[:, :, :-1]) and layer.values[:, :, -1].isnan().all()
+    assert layer.cumulative_length.item() == SLOTS - 1 + seq
 
 
 def test_a_replay_fills_the_cache_it_is_given() -> None:
