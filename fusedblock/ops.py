@@ -318,6 +318,8 @@ def _rows(name: str, arg: str, x: Tensor) -> Tensor:
 
 def _norm_rows(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str, eps: float,
                weight_offset: float = 0.0, round_early: bool = False) -> Tensor:  # fmt: skip
+    if not 0.0 <= eps < float("inf"):
+        raise ValueError(f"{name}: eps={eps}, expected a finite number of at least 0")
     if residual is not None and residual.shape != x.shape:
         raise ShapeError(f"{name}: residual has shape {tuple(residual.shape)}, expected {tuple(x.shape)}")
     r = None if residual is None else _rows(name, "residual", residual)
@@ -359,6 +361,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, residual: T
     residual `... out_features`; one dtype, but the residual may be fp32 with fp16 or bf16, and the result has its dtype.
     Sums in fp32, rounded once. Raises ShapeError or ValueError naming the argument and both values.
     """
+    if not abs(scale) < float("inf"):
+        raise ValueError(f"linear: scale={scale}, expected a finite number")
     if residual is not None and residual.shape[:-1] != x.shape[:-1]:
         expected = (*x.shape[:-1], *weight.shape[:1])
         raise ShapeError(f"linear: residual has shape {tuple(residual.shape)}, expected {tuple(expected)}")

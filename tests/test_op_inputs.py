@@ -466,3 +466,14 @@ def test_nan_in_one_row_stays_in_it(case):
         flat = [t.reshape(rows.shape[0], -1) for t in (value, dirty[name])]
         assert torch.equal(flat[0][:-1], flat[1][:-1]), name
         assert flat[1][-1].isnan().all(), name
+
+
+@pytest.mark.parametrize("value", [-1e-6, float("nan"), float("inf")])
+def test_an_epsilon_or_a_scale_that_is_no_number_to_compute_with(value: float) -> None:
+    x, w = torch.randn(2, 8), torch.randn(8)
+    for function in (ops.rms_norm, ops.layer_norm):
+        with pytest.raises(ValueError, match=f"{function.__name__}: eps={value}, expected a finite number of at least 0"):
+            function(x, w, eps=value)
+    if value != value or value > 1:
+        with pytest.raises(ValueError, match=f"linear: scale={value}, expected a finite number"):
+            ops.linear(x, torch.randn(3, 8), scale=value)
