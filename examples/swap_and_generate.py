@@ -1,12 +1,13 @@
-"""Swap the layers of a Hugging Face Llama, generate, compare with the original layers, and swap back.
+"""Swap the transformer layers of a Hugging Face language model, generate, compare with the original layers, and swap back.
 
-    python examples/swap_and_generate.py                      a tiny model with random weights, on the CPU
+    python examples/swap_and_generate.py                      a tiny Llama with random weights, on the CPU
     python examples/swap_and_generate.py PATH --device cuda   a checkpoint on disk, in bfloat16
 """
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -22,25 +23,34 @@ TINY = LlamaConfig(
     num_key_value_heads=2,
     max_position_embeddings=256,
 )
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("path", nargs="?", help="a Llama checkpoint directory (default: a tiny random model)")
+    parser.add_argument("path", nargs="?", type=Path, help="a checkpoint's directory (default: a tiny random Llama)")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--prompt", default="The capital of France is")
     parser.add_argument("--tokens", type=int, default=16)
     args = parser.parse_args()
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"--device {args.device}: torch sees no GPU here")
+
+    if args.path is not None and not (args.path / "config.json").is_file():
+        parser.error(f"{args.path}: expected a checkpoint's directory, with a config.json in it")
 
     tokenizer = None
     if args.path is None:
         torch.manual_seed(0)
         model = LlamaForCausalLM(TINY)
-        prompt = torch.randint(0, TINY.vocab_size, (1, 12))
     else:
-        tokenizer = AutoTokenizer.from_pretrained(args.path)
         model = AutoModelForCausalLM.from_pretrained(args.path, dtype=torch.bfloat16)
+        if any((args.path / name).is_file() for name in TOKENIZER_FILES):
+            tokenizer = AutoTokenizer.from_pretrained(args.path)
+    if tokenizer:
         prompt = tokenizer(args.prompt, return_tensors="pt").input_ids
+    else:
+        prompt = torch.randint(0, model.config.vocab_size, (1, 12))
     model = model.eval().to(args.device)
     prompt = prompt.to(args.device)
 

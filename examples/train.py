@@ -33,6 +33,8 @@ def main() -> None:
     parser.add_argument("--autocast", action="store_true", help="bf16 products on fp32 parameters")
     parser.add_argument("--checkpointing", action="store_true", help="keep no activations, compute them again in the backward")
     args = parser.parse_args()
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"--device {args.device}: torch sees no GPU here")
 
     torch.manual_seed(0)
     model = LlamaForCausalLM(TINY).to(args.device).train()

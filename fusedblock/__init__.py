@@ -1,6 +1,6 @@
 """Fused transformer-block operators in Triton, and the layer swap that puts them under HuggingFace-style models.
 
-    fuse, unfuse, explain                        swap the decoder layers of a model; undo; which kernels run and why
+    fuse, unfuse, explain                        swap the layers of a model; undo; which kernels run and why
     FusedBlock, BlockConfig, KVCache             one layer as a module of its own, without transformers
     load_safetensors, save_safetensors           weights, under their original names
     measure                                      launches, HBM bytes, FLOPs and time before and after fusion

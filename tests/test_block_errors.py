@@ -50,6 +50,13 @@ def test_a_bad_argument_is_named_before_anything_is_launched(case: str, monkeypa
         block(**{"hidden_states": X, **given})
 
 
+@pytest.mark.parametrize("family", ("bert", "roberta", "vit"))
+def test_an_encoder_takes_no_cache(family: str) -> None:
+    block = FusedBlock(BlockConfig(model_type=family, hidden_size=64, intermediate_size=96, num_attention_heads=4)).eval()
+    with pytest.raises(ValueError, match=f"cache is given, but {family} attends both ways: it has no cache"):
+        block(torch.randn(1, 3, 64), cache=KVCache())
+
+
 def test_a_full_or_foreign_cache_is_refused_before_anything_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     block = FusedBlock(LLAMA).eval()
     cache = KVCache(max_length=4)

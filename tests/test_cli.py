@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from fusedblock.cli import checkpoints, compare, presets
 from fusedblock.cli.app import app
 from fusedblock.kernels._target import TARGETS
 from fusedblock.metering import Report
+from fusedblock.models import table
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -72,6 +74,26 @@ except SystemExit:
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.rstrip().endswith("[]"), done.stdout + done.stderr
+
+
+def test_families_is_only_the_table():
+    code = """
+import sys
+from fusedblock.cli import main
+sys.argv = ["fusedblock", "families"]
+try:
+    main()
+except SystemExit:
+    print(sorted({"torch", "triton", "transformers"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert "LlamaDecoderLayer" in done.stdout and done.stdout.rstrip().endswith("[]"), done.stdout + done.stderr
+
+
+def test_help_says_what_each_command_does_in_80_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    output = run("--help").output.partition("Options:")[2]
+    assert "doctor" in output and "..." not in output and max(map(len, output.splitlines())) <= 80
 
 
 def test_help_lists_every_command():
@@ -172,8 +194,9 @@ def test_a_user_asks_what_a_workload_launches(phase, target):
     expected = [line.strip() for line in str(plan).splitlines()]
     assert expected == lines[-len(expected) :]
     shape = {"prefill": "prefill, 3 x 777", "decode": "decode, 3 x 1 over 777", "train": "training, 3 x 777"}[phase]
-    assert lines[-len(expected) - 1] == f"{shape}, bfloat16: {plan.kernels} launches a layer's forward on {target}"
-    assert lines[:3] == ["32 of 32 decoder layers fused", "", "LlamaDecoderLayer 0-31"]
+    cache = "; the cache's own update is not counted" if phase == "decode" else ""
+    assert lines[-len(expected) - 1] == f"{shape}, bfloat16: {plan.kernels} launches a layer's forward on {target}{cache}"
+    assert lines[:3] == ["32 of 32 layers fused", "", "LlamaDecoderLayer 0-31"]
 
 
 def test_explain_of_a_directory_shows_all_phases(checkpoint):
@@ -181,7 +204,7 @@ def test_explain_of_a_directory_shows_all_phases(checkpoint):
     assert result.exit_code == 0
     for workload in ("prefill, 1 x 2048", "decode, 1 x 1 over 2048", "training, 1 x 2048"):
         assert workload in result.output
-    assert "4 of 4 decoder layers fused" in result.output
+    assert "4 of 4 layers fused" in result.output
 
 
 @pytest.mark.parametrize(
@@ -191,6 +214,7 @@ def test_explain_of_a_directory_shows_all_phases(checkpoint):
         (["llama-3.1-8b", "--phase", "prefill", "--seq", "9", "--context", "8"], "seq 9 with context 8"),
         (["llama-3.1-8b", "--phase", "train", "--seq", "7", "--context", "8"], "seq 7 with context 8"),
         (["nowhere"], "'nowhere' is neither"),
+        (["vit-base", "--phase", "decode"], "ViTLayer attends both ways: it has no cache"),
     ],
 )
 def test_explain_refuses(arguments, message):
@@ -206,11 +230,16 @@ def test_explain_names_a_bad_argument(arguments):
         fusedblock.explain(model, **arguments)
 
 
-def test_explain_of_an_encoder_has_no_decode(tmp_path):
-    from transformers import BertConfig, BertModel
-
-    model = BertModel(BertConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2, intermediate_size=48))
-    fusedblock.fuse(model)
+@pytest.mark.parametrize("name", families.ENCODERS)
+def test_explain_of_an_encoder_has_no_decode(name):
+    model = families.build(name)
+    cls = {"bert": "BertLayer", "roberta": "RobertaLayer", "vit": "ViTLayer"}[name]
+    for _ in ("not fused", "fused"):
+        with pytest.raises(ValueError, match=f"explain: phase='decode', but {cls} attends both ways: it has no cache"):
+            fusedblock.explain(model, phase="decode")
+        with pytest.raises(ValueError, match=f"explain: context=9 with seq=4, but {cls} attends both ways"):
+            fusedblock.explain(model, phase="prefill", seq=4, context=9)
+        fusedblock.fuse(model)
     for layer in fusedblock.explain(model, batch=4, context=100).layers:
         assert [name for name, _ in layer.plans] == ["prefill, 4 x 100, float32", "training, 4 x 100, float32"]
 
@@ -222,12 +251,29 @@ def test_explain_follows_the_options(checkpoint):
     assert "decode_attention" in run("explain", checkpoint, "--phase", "decode").output
 
 
-def test_explain_of_an_unsupported_architecture_says_what_is_supported(tmp_path):
+def test_a_preset_with_dropout_says_what_training_runs():
+    rates = "attn.attn_dropout=0.1, attn.resid_dropout=0.1, mlp.dropout=0.1"
+    assert f"original forward in training: {rates}; set them to 0" in run("explain", "gpt2", "--phase", "train").output
+
+
+@pytest.mark.parametrize("command", ["explain", "measure", "verify"])
+def test_an_unsupported_architecture_is_refused_at_once_with_what_is_supported(command, tmp_path):
     from transformers import BloomConfig
 
-    BloomConfig(n_layer=1, hidden_size=32, n_head=2).save_pretrained(tmp_path)
-    result = run("explain", tmp_path)
-    assert result.exit_code == 2 and "LlamaDecoderLayer" in result.stderr
+    BloomConfig(n_layer=1, hidden_size=32, n_head=2).save_pretrained(tmp_path)  # no weights, which verify would miss first
+    result = run(command, tmp_path)
+    assert result.exit_code == 2 and "no layer that can be fused" in result.stderr and not result.stdout
+    assert f"supported are the families {', '.join(sorted(table.FAMILIES))} (`fusedblock families`" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["measure", "verify"])
+def test_a_family_that_waits_is_refused_with_its_reason(command, tmp_path):
+    from transformers import Gemma2Config
+
+    Gemma2Config(num_hidden_layers=2, hidden_size=32, num_attention_heads=2, head_dim=16).save_pretrained(tmp_path)
+    result = run(command, tmp_path)
+    assert result.exit_code == 2 and not result.stdout
+    assert "Gemma2DecoderLayer: attention logit softcapping has no kernel yet" in result.stderr
 
 
 # ---- verify
@@ -250,7 +296,7 @@ def test_verify_of_every_family(name, tmp_path):
     model.save_pretrained(tmp_path)
     result = run("verify", tmp_path, "--tokens", 3, "--device", "cpu")
     assert result.exit_code == 0, result.output
-    assert "2 of 2 decoder layers fused" in result.output
+    assert "2 of 2 layers fused" in result.output
     assert ("greedy tokens" in result.output) == (name in families.DECODERS)
     assert f"{len(model.state_dict())} weights saved by the fused model" in result.output
 
@@ -283,6 +329,28 @@ class GradientScaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad * 1.001
+
+
+def test_verify_fails_where_no_call_is_fused(checkpoint, monkeypatch):
+    from fusedblock.models import adapter
+
+    monkeypatch.setattr(adapter, "prepare", lambda *args: "on purpose")
+    result = run("verify", checkpoint, "--tokens", 2, "--device", "cpu", "--no-gradients")
+    assert result.exit_code == 1 and "1 of 7 checks failed" in result.output
+    assert "no call was fused: " in result.output and " x on purpose" in result.output
+
+
+def test_calls_check_counts_what_fell_back():
+    from fusedblock.cli.verify import calls_check
+    from fusedblock.models import Calls, FusionReport, LayerRecord
+
+    def check(fused, **fallbacks):
+        calls = Calls(fused, Counter(fallbacks))
+        return calls_check(FusionReport((LayerRecord("l", 0, "Layer", "fused", "", calls),)))
+
+    assert (check(3).passed, check(3).found) == (True, "0 of 3")
+    assert (check(3, why=2).passed, check(3, why=2).found) == (False, "2 of 5: 2 x why")
+    assert (check(0).passed, check(0).found) == (False, "no call was fused: no fused layer was called")
 
 
 def test_verify_fails_for_weights_saved_wrong(checkpoint, monkeypatch):

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+
+from fusedblock.cli.checkpoints import random_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -26,6 +30,41 @@ EXPECTED = {
 
 def test_every_example_is_listed() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == set(EXPECTED)
+
+
+def refusal(name: str, *arguments: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """The last line that the example prints for bad arguments, having exited with 2."""
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    assert stopped.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", [name for name in EXPECTED if name != "load_one_layer"])
+def test_a_gpu_that_is_not_there_is_one_line(name: str, capsys, monkeypatch) -> None:
+    line = refusal(name, "--device", "cuda", capsys=capsys, monkeypatch=monkeypatch)
+    assert line.endswith("error: --device cuda: torch sees no GPU here")
+
+
+@pytest.mark.parametrize("hidden", ("0", "32", "100"))
+def test_a_hidden_size_of_no_heads_is_one_line(hidden: str, capsys, monkeypatch) -> None:
+    line = refusal("measure_layer", "--hidden", hidden, capsys=capsys, monkeypatch=monkeypatch)
+    assert f"--hidden {hidden}: expected a multiple of 64" in line
+
+
+def test_generate_refuses_what_is_no_checkpoint(tmp_path: Path, capsys, monkeypatch) -> None:
+    for path in (tmp_path / "nowhere", tmp_path):
+        assert f"{path}: expected a checkpoint" in refusal("swap_and_generate", str(path), capsys=capsys, monkeypatch=monkeypatch)
+
+
+def test_generate_without_a_tokenizer(tmp_path: Path, capsys, monkeypatch) -> None:
+    random_checkpoint(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["swap_and_generate", str(tmp_path)])
+    runpy.run_path(str(EXAMPLES / "swap_and_generate.py"), run_name="__main__")
+    out = capsys.readouterr().out
+    assert re.search(FUSED, out) and re.fullmatch(r"\[(\d+, ){15}\d+\]", out.splitlines()[-1])
 
 
 ARGUMENTS = {"measure_layer": ["--plot", "pictures"]}

@@ -129,8 +129,22 @@ def test_a_family_that_waits_for_kernels_runs_as_before_and_says_why(family: str
         assert torch.equal(families.values(model(ids)), want)
     assert report.fused == 0 and len(report.layers) == 2
     assert all(record.status == "fallback" and "no kernel yet" in record.reason for record in report.layers)
+    reason = report.layers[0].reason
     with pytest.raises(ValueError, match="no kernel yet"):
         fusedblock.fuse(model, strict=True)
+    for subject in (model, made):
+        with pytest.raises(ValueError, match=re.escape(reason)):
+            fusedblock.measure(subject, batch=1, seq=4)
+    with pytest.raises(ValueError, match=f"model_type='{family}', {re.escape(reason)}"):
+        fusedblock.BlockConfig(model_type=family, hidden_size=64, num_attention_heads=4)
+
+
+def test_a_waiting_family_is_known_by_its_model_type() -> None:
+    types = ("gemma2", "gemma3", "gemma3_text", "cohere2", "olmo3", "modernbert", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe",
+             "olmoe", "glm4_moe", "deepseek_v2", "deepseek_v3")  # fmt: skip
+    assert {table.waiting_family(name) for name in types} == set(table.WAITING.values())
+    assert [name for name in types if not table.waiting_family(name)] == []
+    assert [name for name in (*table.FAMILIES, "bloom", "gemma4") if table.waiting_family(name)] == []
 
 
 @pytest.mark.gpu

@@ -61,8 +61,9 @@ class Llama8B:
 
 def test_llama_8b_prefill() -> None:
     config = LlamaConfig(**LLAMA_8B)
-    eager = measure(config, batch=1, seq=4096)
-    sdpa = measure(config, batch=1, seq=4096, baseline="sdpa")
+    eager = measure(config, batch=1, seq=4096, baseline="eager")
+    sdpa = measure(config, batch=1, seq=4096)
+    assert sdpa.baseline == "sdpa"
     assert eager.layers == 1 and eager.dtype == "bfloat16" and eager.before.timing is None
     assert eager.before.total().launches == pytest.approx(47, abs=1) and gb(eager.before) == pytest.approx(21.0, rel=0.02)
     assert sdpa.before.total().launches == pytest.approx(38, abs=1) and gb(sdpa.before) == pytest.approx(3.65, rel=0.02)
@@ -239,10 +240,20 @@ def test_bad_arguments(model: LlamaForCausalLM, options: dict, expected: str) ->
 
 
 def test_bad_models() -> None:
-    with pytest.raises(ValueError, match="Linear has no decoder layer"):
+    with pytest.raises(ValueError, match="Linear has no layer that can be fused; supported are the families bert, "):
         measure(nn.Linear(2, 2), batch=1, seq=1)
     with pytest.raises(ValueError, match="model is a str"):
         measure("llama", batch=1, seq=1)
+
+
+def test_more_tokens_than_positions_are_noted() -> None:
+    config = LlamaConfig(**SMALL, max_position_embeddings=16)
+    for subject in (config, LlamaForCausalLM(config)):
+        within, seq = (measure(subject, batch=1, seq=n).notes for n in (16, 17))
+        context = measure(subject, batch=1, seq=1, phase="decode", context=20).notes
+        assert not any("max_position_embeddings" in note for note in within)
+        assert "seq=17 is more than the model's max_position_embeddings=16" in seq
+        assert "context=20 is more than the model's max_position_embeddings=16" in context
 
 
 def test_no_gpu(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,4 +44,4 @@ def test_an_encoder_by_name_is_measured_and_has_no_decode(tmp_path):
     assert (report["subject"], report["layers"]) == ("BertModel", 6)
     result = run("measure", "minilm-l6", "--phase", "decode", "--device", "cpu")
     assert result.exit_code == 2 and "BertLayer attends both ways" in result.stderr
-    assert "12 of 12 decoder layers fused" in run("explain", "vit-base", "--context", 197).output
+    assert "12 of 12 layers fused" in run("explain", "vit-base", "--context", 197).output

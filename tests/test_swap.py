@@ -78,7 +78,7 @@ def test_report_counts_as_the_model_runs() -> None:
     assert report.fallbacks == {"output_attentions=True": 4}
     assert report.layers[1].calls.fused == 1
     lines = str(report).splitlines()
-    assert lines[0] == "2 of 2 decoder layers fused"
+    assert lines[0] == "2 of 2 layers fused"
     assert "  LlamaDecoderLayer 0-1: fused" in lines and "  calls: 2 fused, 4 fallback" in lines
     assert "      4 x output_attentions=True" in lines
 
@@ -105,7 +105,7 @@ def test_some_layers() -> None:
     assert "LlamaDecoderLayer 0, 2: skipped" in str(report)
     assert relative_error(logits(model), want) < 1e-5 and report.fused_calls == 2
     assert [r.status for r in fusedblock.fuse(model, strict=True).layers] == ["fused", "already fused"] * 2
-    with pytest.raises(ValueError, match="layers has 4, 7, but the decoder layers of LlamaForCausalLM are 0-3"):
+    with pytest.raises(ValueError, match="layers has 4, 7, but the layers of LlamaForCausalLM are 0-3"):
         fusedblock.fuse(model, layers=(0, 4, 7))
 
 
@@ -122,9 +122,9 @@ class TransformerLayer(nn.Module):
 def test_no_supported_layer() -> None:
     model = nn.Sequential(nn.ModuleList([TransformerLayer(), TransformerLayer()]))
     for call in (fusedblock.fuse, fusedblock.explain):
-        with pytest.raises(ValueError, match="layers are TransformerLayer, supported are LlamaDecoderLayer"):
+        with pytest.raises(ValueError, match="layers are TransformerLayer; supported are the families bert, .* vit .`fused"):
             call(model)
-    with pytest.raises(ValueError, match="Linear has no decoder layer .* its layers are none"):
+    with pytest.raises(ValueError, match="Linear has no layer .* its layers are none"):
         fusedblock.fuse(nn.Linear(2, 2))
 
 
@@ -193,13 +193,15 @@ def test_no_kernel_for_the_layer(config: dict, reason: str) -> None:
 def test_explain() -> None:
     model = tiny()
     before = fusedblock.explain(model)
-    assert "original forward: not fused" in str(before) and before.layers[0].plans == ()
+    assert "original forward: not fused; call fusedblock.fuse(model) first" in str(before) and before.layers[0].plans == ()
     fusedblock.fuse(model)
     logits(model)
     model(prompt()[0], output_attentions=True)
     explanation = fusedblock.explain(model)
     workloads = dict(explanation.layers[0].plans)
     assert [name.split(",")[0] for name in workloads] == ["prefill", "decode", "training"]
+    counted = [line for line in str(explanation).splitlines() if "the cache's own update is not counted" in line]
+    assert [line.split(",")[0] for line in counted] == ["  decode"]
     for plan in workloads.values():
         assert {"qkv_rope", "gated_mlp", "linear"} <= {launch.op for launch in plan.launches}
         for launch in plan.launches:
@@ -208,6 +210,29 @@ def test_explain() -> None:
     model.model.layers[1].mlp.up_proj = nn.Sequential(model.model.layers[1].mlp.up_proj)
     text = str(fusedblock.explain(model))
     assert "LlamaDecoderLayer 1\n  original forward: mlp.up_proj is torch.nn.modules.container.Sequential" in text
+
+
+def test_a_dropout_rate_is_named_by_report_and_explanation() -> None:
+    """Without a change of status: calls in eval mode run fused."""
+    model = tiny(attention_dropout=0.25)
+    report = fusedblock.fuse(model, strict=True)
+    assert [(r.status, r.reason, r.dropout) for r in report.layers] == [("fused", "", "self_attn.attention_dropout=0.25")] * 2
+    note = "training calls run the original forward: self_attn.attention_dropout=0.25"
+    assert f"LlamaDecoderLayer 0-1: fused\n    {note}\n" in str(report)
+    assert note in str(fusedblock.fuse(model))  # already fused
+    logits(model)
+    model.train()
+    model(prompt()[0], use_cache=False)
+    assert report.fused_calls == 2 and report.fallbacks == {"self_attn.attention_dropout=0.25 in training": 2}
+    line = "  original forward in training: self_attn.attention_dropout=0.25; set it to 0"
+    for phase, planned in ((None, ["prefill", "decode"]), ("train", []), ("prefill", ["prefill"])):
+        explanation = fusedblock.explain(model, phase=phase)
+        assert [name.split(",")[0] for name, _ in explanation.layers[0].plans] == planned
+        assert (line in str(explanation).splitlines()) == (phase != "prefill")
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.0
+    assert "dropout" not in str(fusedblock.fuse(model)).split("calls:")[0]
+    assert [name.split(",")[0] for name, _ in fusedblock.explain(model, phase="train").layers[0].plans] == ["training"]
 
 
 @pytest.mark.parametrize("tied", (False, True))

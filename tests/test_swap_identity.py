@@ -30,7 +30,7 @@ class SiLU(nn.Module):
 
 def test_a_layer_of_the_same_name_is_not_fused() -> None:
     model = nn.Sequential(LlamaDecoderLayer())
-    with pytest.raises(ValueError, match="no decoder layer that can be fused"):
+    with pytest.raises(ValueError, match="no layer that can be fused"):
         fusedblock.fuse(model)
 
 

@@ -472,7 +472,7 @@ def test_rule_6_mixed_model() -> None:
     assert [(r.layer_class, r.status, r.reason) for r in report.layers] == [
         *[("LlamaDecoderLayer", "fused", "")] * 3, ("EncoderLayer", "fallback", "EncoderLayer is not supported"),
     ]  # fmt: skip
-    assert str(report).startswith("3 of 4 decoder layers fused")
+    assert str(report).startswith("3 of 4 layers fused")
     assert "EncoderLayer 0: fallback, EncoderLayer is not supported" in str(report)
     with pytest.raises(ValueError, match="encoder.0: EncoderLayer is not supported"):
         fusedblock.fuse(model, strict=True)

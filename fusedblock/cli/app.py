@@ -70,7 +70,7 @@ def demo(
     random: Annotated[bool, typer.Option("--random", help="A small random model: no weights, no tokenizer.")] = False,
     report: Annotated[Path, typer.Option(help="The directory for report.json and the pictures.")] = Path("fusedblock-report"),
 ) -> None:
-    """Swap SmolLM2-135M onto fused kernels, check that it computes the same, and show what changed."""
+    """Fuse SmolLM2-135M, check the results, and show what changed."""
     _needs("transformers", extra="demo")
     from .demo import run
 
@@ -95,7 +95,10 @@ def measure(
     json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the report here.")] = None,
 ) -> None:
-    """Launches, memory traffic and, on a GPU, time of a model before and after the swap. Needs no weights."""
+    """Launches, memory traffic and time of a model, before and after.
+
+    Needs no weights; times need a GPU.
+    """
     _needs("transformers", extra="hf")
     import fusedblock
 
@@ -146,7 +149,10 @@ def verify(
     gradients: Annotated[bool, typer.Option(help="Also the gradient of every weight.")] = True,
     device: Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu.  [default: a GPU if there is one]")] = None,
 ) -> None:
-    """Check a checkpoint, fused, against Hugging Face: outputs, tokens, gradients, saved weights. Exits 1 if any check fails."""
+    """Check a checkpoint, fused, against Hugging Face.
+
+    Outputs, greedy tokens, gradients and saved weights. Exits 1 if any check fails.
+    """
     _needs("transformers", extra="hf")
     from .compare import DTYPES
     from .verify import run
@@ -169,7 +175,10 @@ def explain(
     target: Annotated[str | None, typer.Option(help="sm_90, sm_80, gfx942, ...  [default: the GPU here, or sm_90]")] = None,
     dtype: Annotated[DType | None, typer.Option(help="Of weights and activations.  [default: the checkpoint's]")] = None,
 ) -> None:
-    """Which layers fuse, and what one of them launches, and why. Needs no weights and no GPU."""
+    """Which layers fuse, and what one of them launches, and why.
+
+    Needs no weights and no GPU.
+    """
     _needs("transformers", extra="hf")
     from .compare import DTYPES
     from .explain import text

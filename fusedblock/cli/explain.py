@@ -23,4 +23,4 @@ def text(model: str, *, batch: int = 1, seq: int | None = None, context: int = 2
     with override(TARGETS[target] if target else target_of(here)):  # the weights are on no device
         report = fusedblock.fuse(module)
         explanation = fusedblock.explain(module, batch=batch, seq=seq, context=context, phase=phase)
-    return f"{report.fused} of {len(report.layers)} decoder layers fused\n\n{explanation}"
+    return f"{report.fused} of {len(report.layers)} layers fused\n\n{explanation}"

@@ -24,6 +24,7 @@ from .workload import (
     LayerCall,
     OutsideCall,
     Workload,
+    beyond_positions,
     copy_module,
     decoder_layers,
     groups,
@@ -39,7 +40,7 @@ _CPU = torch.device("cpu")
 
 
 def measure(
-    model: Any, *, batch: int, seq: int, phase: str = "prefill", context: int | None = None, baseline: str = "eager",
+    model: Any, *, batch: int, seq: int, phase: str = "prefill", context: int | None = None, baseline: str = "sdpa",
     device: torch.device | str | None = None,
 ) -> Report:  # fmt: skip
     """Launches, compulsory HBM bytes, FLOPs and, on a GPU, time of one workload, before and after the layers are fused.
@@ -49,7 +50,7 @@ def measure(
     replays of the layers, taken in turns; embedding, last norm and output projection are counted, not timed. The model does
     not change: copies are measured, which share its weights where it is on the GPU.
 
-    model: a transformers model or decoder layer, fused or not, with weights or on the meta device; or a transformers config,
+    model: a transformers model or layer, fused or not, with weights or on the meta device; or a transformers config,
         of which one layer is measured.
     batch, seq: sequences, and tokens of each in one call.
     phase: "prefill": forward, no cache unless context says so. "decode": forward of seq new tokens (1 as a rule) on a
@@ -80,6 +81,8 @@ def measure(
         notes.append(f"{len(groups(layers))} of {len(layers)} layers measured, the numbers multiplied")
     if baseline == "eager":
         notes.append("after: called as under attn_implementation='sdpa', which needs no mask in memory for causal attention")
+    if beyond := beyond_positions(work, model):
+        notes.append(beyond)
     rows: tuple[dict[str, Totals], dict[str, Totals]] = ({}, {})
     floors, samples = [0.0, 0.0], []
     ceilings = machine.ceilings(where) if where.type == "cuda" else None

@@ -80,7 +80,7 @@ class Side:
 class Report:
     """Before and after of one workload. `str` is a table; see `to_json`, `from_json`, `plot`.
 
-    subject: what was measured; layers: how many decoder layers the numbers are for (one was measured and multiplied);
+    subject: what was measured; layers: how many layers the numbers are for (one was measured and multiplied);
     batch, seq: the tokens of a call; context: the keys that a token may attend to, itself included; device, versions: as
     `fusedblock.metering.device` describes them; ceilings: None without a GPU; notes: what a reader must know.
     """

@@ -1,4 +1,4 @@
-"""What is measured: copies of decoder layers that share no module with the user's, and the calls that a model makes of them.
+"""What is measured: copies of layers that share no module with the user's, and the calls that a model makes of them.
 
 A copy is fake (shapes and dtypes, no memory) for counting, or real for timing, where it may share the user's weights.
 """
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from fusedblock.models.adapter import cache_names, signature_names
-from fusedblock.models.table import SPECS, LayerSpec, known_class
+from fusedblock.models.explanation import require_cache as _require_cache
+from fusedblock.models.table import SPECS, LayerSpec, known_class, supported, waiting, waiting_family
 
 PHASES = ("prefill", "decode", "train")
 BASELINES = ("eager", "sdpa")
@@ -62,9 +63,7 @@ def workload(phase: str, batch: int, seq: int, context: int | None) -> Workload:
 def require_cache(work: Workload, layers: Iterable[nn.Module]) -> None:
     """Raises ValueError if the workload has cached keys and a layer attends both ways."""
     for layer in layers:
-        if work.cached and not _attention(layer).is_causal:
-            where = "phase='decode'" if work.phase == "decode" else f"context={work.context} with seq={work.seq}"
-            raise ValueError(f"measure: {where}, but {type(layer).__name__} attends both ways: it has no cache")
+        _require_cache("measure", work.phase, work.seq, work.context, layer, _attention(layer))
 
 
 def _spec(layer: nn.Module) -> LayerSpec:
@@ -84,13 +83,21 @@ def _window(attention: Any) -> int | None:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Every layer that fuse knows, in order. Raises ValueError if there is none."""
+    """Every layer that fuse knows, in order. Raises ValueError, with fuse's reason, if there is none."""
     found = [module for module in model.modules() if known_class(type(module)) is not None]
     if not found:
-        raise ValueError(
-            f"measure: {type(model).__name__} has no decoder layer that can be fused; known: {', '.join(sorted(SPECS))}"
-        )
+        waits = next((f"{type(m).__name__}: {why}" for m in model.modules() if (why := waiting(type(m)))), "")
+        raise ValueError(f"measure: {type(model).__name__} has no layer that can be fused; {waits or supported()}")
     return found
+
+
+def beyond_positions(work: Workload, model: Any) -> str:
+    """What a reader must know if the workload has more tokens than the model has positions for; or an empty string."""
+    limit = getattr(model if hasattr(model, "model_type") else getattr(model, "config", None), "max_position_embeddings", None)
+    if not isinstance(limit, int) or work.context <= limit:
+        return ""
+    name = "context" if work.context != work.seq else "seq"
+    return f"{name}={work.context} is more than the model's max_position_embeddings={limit}"
 
 
 def groups(layers: Iterable[nn.Module]) -> list[tuple[nn.Module, int]]:
@@ -115,6 +122,8 @@ def layer_of_config(config: Any) -> nn.Module:
     """One decoder layer, on the meta device, of the model that a transformers config describes. Raises ValueError."""
     from transformers import AutoModel
 
+    if waits := waiting_family(config.model_type):  # some of them transformers itself does not build under sdpa
+        raise ValueError(f"measure: a layer of {config.model_type} cannot be fused; {waits}")
     config = copy.deepcopy(config)
     config.num_hidden_layers = 1
     if getattr(config, "layer_types", None):

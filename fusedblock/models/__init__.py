@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from .block import FusedBlock
-from .block_config import BlockConfig
-from .explain import explain
-from .loading import CheckpointError, LoadReport, load_safetensors, save_safetensors
-from .report import Calls, Explanation, FusionReport, LayerExplanation, LayerRecord
-from .swap import fuse, unfuse
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .block import FusedBlock
+    from .block_config import BlockConfig
+    from .explanation import explain
+    from .loading import CheckpointError, LoadReport, load_safetensors, save_safetensors
+    from .report import Calls, Explanation, FusionReport, LayerExplanation, LayerRecord
+    from .swap import fuse, unfuse
+
+# Public name -> module that holds it. Resolved on first use: the table of architectures alone needs no torch.
+_PUBLIC = {
+    "BlockConfig": "block_config", "FusedBlock": "block",
+    "CheckpointError": "loading", "LoadReport": "loading", "load_safetensors": "loading", "save_safetensors": "loading",
+    "Calls": "report", "Explanation": "report", "FusionReport": "report", "LayerExplanation": "report", "LayerRecord": "report",
+    "explain": "explanation", "fuse": "swap", "unfuse": "swap",
+}  # fmt: skip
 
 __all__ = [
     "BlockConfig",
@@ -25,3 +37,11 @@ __all__ = [
     "save_safetensors",
     "unfuse",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'fusedblock.models' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"fusedblock.models.{_PUBLIC[name]}"), name)
+    globals()[name] = value
+    return value

@@ -234,7 +234,7 @@ class FusedBlock(nn.Module):
                 last of them). `batch context` bool or integer, as tokenizers give it: which tokens, of the cache and new, are no
                 padding; the rest is as without. `1|batch 1|heads 1|seq context`, bool (True: may be attended) or floating
                 (added to the logits): the whole truth, as transformers hands it to its layers.
-            cache: a KVCache or a cache of transformers: anything with update(keys, values, layer_idx), and
+            cache: of a decoder, a KVCache or a cache of transformers: anything with update(keys, values, layer_idx), and
                 get_seq_length(layer_idx) unless positions and a 4-D mask are given. The slot is config.layer_idx.
 
         Returns `batch seq hidden` in the dtype of hidden_states. Raises, before anything is launched, ShapeError, ValueError or
@@ -242,6 +242,8 @@ class FusedBlock(nn.Module):
         """
         bound = self._bound()
         self._check(bound.weights.q.device, hidden_states, position_ids, position_embeddings, attention_mask)
+        if cache is not None and not self.config.causal:
+            raise ValueError(f"FusedBlock: cache is given, but {self.config.model_type} attends both ways: it has no cache")
         past = self._past(cache, position_ids, position_embeddings, attention_mask)
         if position_embeddings is None and self.rotary_emb is not None:
             counted = position_ids is None

@@ -38,6 +38,11 @@ def _of_kind(name: str, value: Any, kind: type, expected: str) -> None:
         raise ValueError(f"BlockConfig: {name}={value!r}, expected {expected}")
 
 
+def _unknown(model_type: Any) -> ValueError:
+    waits = table.waiting_family(model_type) if isinstance(model_type, str) else ""
+    return ValueError(f"BlockConfig: model_type={model_type!r}, {waits or 'expected one of ' + ', '.join(table.FAMILIES)}")
+
+
 class _Default:
     def __repr__(self) -> str:
         return "<transformers' default>"
@@ -119,7 +124,7 @@ class BlockConfig:
     def __post_init__(self) -> None:
         spec = table.FAMILIES.get(self.model_type) if isinstance(self.model_type, str) else None
         if spec is None:
-            raise ValueError(f"BlockConfig: model_type={self.model_type!r}, expected one of {', '.join(table.FAMILIES)}")
+            raise _unknown(self.model_type)
         words = spec.config_words
         for name, kind in ((f.name, f.type) for f in fields(self)):
             value = getattr(self, name)
@@ -293,7 +298,7 @@ class BlockConfig:
             raise ValueError(f"BlockConfig: the config has no model_type, only {', '.join(map(str, config)) or 'nothing'}")
         spec = table.FAMILIES.get(config["model_type"])
         if spec is None:
-            raise ValueError(f"BlockConfig: model_type={config['model_type']!r}, expected one of {', '.join(table.FAMILIES)}")
+            raise _unknown(config["model_type"])
         known = {*_SIZES, *spec.config_words, "num_hidden_layers"}
         values: dict[str, Any] = {}
         origin: dict[str, str] = {}

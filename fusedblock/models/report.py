@@ -24,7 +24,7 @@ class Calls:
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """What `fuse` did to one decoder layer.
+    """What `fuse` did to one layer.
 
     Attributes:
         name: its path in the model.
@@ -33,6 +33,7 @@ class LayerRecord:
         status: "fused"; "already fused" by an earlier call; "fallback": it keeps its original forward; or "skipped" on request.
         reason: why it is not fused; or, of a fused layer, why its calls would fall back as it is now; else empty.
         calls: its calls since it was fused.
+        dropout: of a fused layer, the rates above 0 ("attn.attn_dropout=0.1"): its calls in training run the original forward.
     """
 
     name: str
@@ -41,6 +42,7 @@ class LayerRecord:
     status: str
     reason: str
     calls: Calls = field(default_factory=Calls)
+    dropout: str = ""
 
 
 def ranges(indices: Iterable[int]) -> str:
@@ -66,7 +68,7 @@ def _counts(records: Iterable[LayerRecord]) -> list[str]:
 
 @dataclass(frozen=True)
 class FusionReport:
-    """What `fuse` did to each decoder layer. Prints as a summary, with the calls made until then."""
+    """What `fuse` did to each layer. Prints as a summary, with the calls made until then."""
 
     layers: tuple[LayerRecord, ...]
 
@@ -98,43 +100,53 @@ class FusionReport:
         return found
 
     def __str__(self) -> str:
-        lines = [f"{self.fused} of {len(self.layers)} decoder layers fused"]
-        groups: dict[tuple[str, str, str], list[int]] = {}
+        lines = [f"{self.fused} of {len(self.layers)} layers fused"]
+        groups: dict[tuple[str, str, str, str], list[int]] = {}
         for record in self.layers:
-            groups.setdefault((record.layer_class, record.status, record.reason), []).append(record.index)
-        for (layer_class, status, reason), indices in groups.items():
+            groups.setdefault((record.layer_class, record.status, record.reason, record.dropout), []).append(record.index)
+        for (layer_class, status, reason, dropout), indices in groups.items():
             why = f", {'but ' if 'fused' in status else ''}{reason}" if reason else ""
             lines.append(f"  {layer_class} {ranges(indices)}: {status}{why}")
+            if dropout:
+                lines.append(f"    training calls run the original forward: {dropout}")
         lines += [f"  {line}" for line in _counts(self.layers)]
         return "\n".join(lines)
 
 
 @dataclass(frozen=True)
 class LayerExplanation:
-    """One layer as it is now (record.reason: why the original forward runs) and the plan of each workload, if fused."""
+    """One layer as it is now (record.reason: why the original forward runs) and the plan of each workload, if fused.
+
+    training: the dropout rates for which training runs the original forward, and has no plan; "" if it was not asked for.
+    """
 
     record: LayerRecord
     plans: tuple[tuple[str, Plan], ...]
+    training: str = ""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which kernels run in each decoder layer and why; what falls back, why, and how often it did. Prints itself."""
+    """Which kernels run in each layer and why; what falls back, why, and how often it did. Prints itself."""
 
     layers: tuple[LayerExplanation, ...]
     target: str  # the GPU that the plans are for
 
     def __str__(self) -> str:
-        groups: dict[tuple[str, str, tuple[tuple[str, Plan], ...]], list[LayerRecord]] = {}
+        groups: dict[tuple[str, str, str, tuple[tuple[str, Plan], ...]], list[LayerRecord]] = {}
         for layer in self.layers:
-            groups.setdefault((layer.record.layer_class, layer.record.reason, layer.plans), []).append(layer.record)
+            key = (layer.record.layer_class, layer.record.reason, layer.training, layer.plans)
+            groups.setdefault(key, []).append(layer.record)
         lines = []
-        for (layer_class, reason, plans), records in groups.items():
+        for (layer_class, reason, training, plans), records in groups.items():
             lines.append(f"{layer_class} {ranges(record.index for record in records)}")
             if reason:
                 lines.append(f"  original forward: {reason}")
+            if training:
+                lines.append(f"  original forward in training: {training}; set {'them' if ', ' in training else 'it'} to 0")
             for workload, plan in plans:
-                lines.append(f"  {workload}: {plan.kernels} launches a layer's forward on {self.target}")
+                cache = "; the cache's own update is not counted" if workload.startswith("decode") else ""
+                lines.append(f"  {workload}: {plan.kernels} launches a layer's forward on {self.target}{cache}")
                 lines += [f"    {line}" for line in str(plan).splitlines()]
             if any(record.calls.fused or record.calls.fallbacks for record in records):
                 lines += [f"  {line}" for line in _counts(records)]

@@ -1,4 +1,4 @@
-"""The swap: a decoder layer becomes, in place, an instance of a subclass of its own class.
+"""The swap: a layer becomes, in place, an instance of a subclass of its own class.
 
     layer.__class__ = type(original.__name__, (FusedLayer, original), ...)
 
@@ -41,7 +41,7 @@ class _State:
 
 
 class FusedLayer(nn.Module):
-    """Mixin in front of an original decoder layer class. Each call runs fused, or falls back to the original forward."""
+    """Mixin in front of an original layer class. Each call runs fused, or falls back to the original forward."""
 
     _fusedblock_original: type[nn.Module]
     _fusedblock_spec: table.LayerSpec
@@ -109,7 +109,7 @@ def _fused_class(original: type[nn.Module]) -> type[FusedLayer]:
         return _classes[original]
     known = table.known_class(original)
     if known is None:
-        raise ValueError(f"{original.__name__} is not supported, expected one of {', '.join(sorted(table.SPECS))}")
+        raise ValueError(f"{original.__name__} is not supported, {table.supported()}")
     names = adapter.signature_names(original)
     try:
         capturing = importlib.import_module("transformers.utils.output_capturing")
@@ -135,7 +135,7 @@ def _is_fused(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class _Found:
-    """A decoder layer of a model; spec is None where its class is not supported."""
+    """A layer of a model; spec is None where its class is not supported."""
 
     name: str
     index: int
@@ -147,9 +147,9 @@ class _Found:
 
 
 def decoder_layers(model: nn.Module) -> list[_Found]:
-    """The model's decoder layers, supported or not, in order. Raises ValueError naming the classes seen if none is supported."""
+    """The model's layers, supported or not, in order. Raises ValueError naming the classes seen if none is supported."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model is {type(model).__name__}, expected a torch.nn.Module with supported decoder layers")
+        raise TypeError(f"model is {type(model).__name__}, expected a torch.nn.Module with supported layers")
     found: list[_Found] = []
     seen: set[str] = set()
     for name, module in model.named_modules():
@@ -163,8 +163,8 @@ def decoder_layers(model: nn.Module) -> list[_Found]:
     if not any(layer.spec or table.waiting(type(layer.layer)) for layer in found):
         seen.update(type(layer.layer).__name__ for layer in found)
         raise ValueError(
-            f"{type(model).__name__} has no decoder layer that can be fused: its layers are {', '.join(sorted(seen)) or 'none'}, "
-            f"supported are {', '.join(f'{s.layer_class} of {s.home}' for s in table.SPECS.values())}"
+            f"{type(model).__name__} has no layer that can be fused: its layers are {', '.join(sorted(seen)) or 'none'}; "
+            + table.supported()
         )
     return found
 
@@ -198,20 +198,28 @@ def falls_back(layer: nn.Module, spec: table.LayerSpec) -> str:
     return "an instance attribute 'forward' shadows the fused one" if shadowed else ""
 
 
+def dropouts(layer: nn.Module, spec: table.LayerSpec) -> str:
+    """The rates above 0, for which calls in training run the original forward: "attn.attn_dropout=0.1"; or an empty string."""
+    binding = bind(layer, spec)
+    rates = () if isinstance(binding, str) else binding.dropouts
+    return ", ".join(dict.fromkeys(f"{path}={getattr(m, rate)}" for _, m, rate, path in rates if getattr(m, rate)))
+
+
 def fuse(model: nn.Module, *, strict: bool = False, layers: Iterable[int] | None = None) -> FusionReport:
-    """Make the decoder layers of a HuggingFace model run on fused kernels, in place.
+    """Make the transformer layers of a Hugging Face model run on fused kernels, in place.
 
     Parameters, state-dict keys, hooks, isinstance and class names stay as they are, so that training, saving, PEFT, FSDP2 and
     generate go on as before. A call that the kernels cannot take runs the original forward, and the report counts it. The
-    arithmetic is that of transformers' modeling_llama, but rows that may attend to nothing (padding) give 0. Of the rotary
-    tables, whose halves are equal in every rotary module of transformers' Llama, the first half is read.
+    arithmetic is that of transformers' layer, but rows that may attend to nothing (padding) give 0. Of rotary tables whose
+    halves are equal in every rotary module of transformers' family, the first half is read.
 
     Args:
-        model: any module that contains supported decoder layers (LlamaDecoderLayer), or one such layer.
-        strict: raise instead of leaving any layer, selected by `layers`, to its original forward.
-        layers: indices, in the list that holds them, of the decoder layers to fuse; None: all.
+        model: any module that contains layers of a supported family (`fusedblock families`), or one such layer.
+        strict: raise instead of leaving any layer, selected by `layers`, to its original forward. Not for a dropout rate above 0,
+            of which the report has a note: only calls in training run the original forward for it.
+        layers: indices, in the list that holds them, of the layers to fuse; None: all.
 
-    Returns a FusionReport with one LayerRecord for each decoder layer. Raises ValueError, with nothing changed, if the model
+    Returns a FusionReport with one LayerRecord for each layer. Raises ValueError, with nothing changed, if the model
     has no supported layer, `layers` names one that it does not have, or a layer cannot be fused under strict.
     """
     found = decoder_layers(model)
@@ -223,7 +231,7 @@ def fuse(model: nn.Module, *, strict: bool = False, layers: Iterable[int] | None
     wanted = present if layers is None else set(layers)
     if not wanted <= present:
         raise ValueError(
-            f"fuse: layers has {ranges(wanted - present)}, but the decoder layers of {type(model).__name__} are {ranges(present)}"
+            f"fuse: layers has {ranges(wanted - present)}, but the layers of {type(model).__name__} are {ranges(present)}"
         )
     records = []
     for entry in found:
@@ -237,10 +245,12 @@ def fuse(model: nn.Module, *, strict: bool = False, layers: Iterable[int] | None
         else:
             assert entry.spec is not None
             record = entry.record("fused", falls_back(entry.layer, entry.spec))
+        if entry.spec is not None and record.status in ("fused", "already fused"):
+            record = replace(record, dropout=dropouts(entry.layer, entry.spec))
         records.append(record)
     failed = [f"  {r.name or r.layer_class}: {r.reason}" for r in records if r.reason and r.status != "skipped"]
     if strict and failed:
-        raise ValueError(f"fuse: {len(failed)} of {len(found)} decoder layers cannot be fused\n" + "\n".join(failed))
+        raise ValueError(f"fuse: {len(failed)} of {len(found)} layers cannot be fused\n" + "\n".join(failed))
     for entry, record in zip(found, records):
         if record.status == "fused":
             _swap(entry.layer, record)

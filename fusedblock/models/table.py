@@ -6,6 +6,7 @@ are read from the live module, so that a change to it is seen. Paths are dotted 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -34,6 +35,9 @@ class LayerSpec:
     head_dim**-0.5. causal: whether a query sees earlier keys only, or the word that decides. head_weights: q_norm and k_norm
     have weights for every head. shared_norm: with parallel branches there is no mlp_norm. ffn_ratio: intermediate_size by
     hidden_size where the config gives none. rope_kinds: what the family takes a rope_type for.
+
+    For files: old_names: module -> the module of the layer whose weights a checkpoint holds under that name, because transformers
+    has renamed it and writes the old name still. old_buffers: what checkpoints hold and no layer has any more.
     """
 
     family: str
@@ -83,6 +87,8 @@ class LayerSpec:
     shared_norm: bool = False
     ffn_ratio: int = 0
     rope_kinds: Mapping[str, str] = field(default_factory=dict)
+    old_names: Mapping[str, str] = field(default_factory=dict)
+    old_buffers: tuple[str, ...] = ()
 
     @property
     def home(self) -> str:
@@ -180,7 +186,7 @@ _ENTRIES = (
                "attn_pdrop": 0.1, "resid_pdrop": 0.1},
         aliases={"n_embd": "hidden_size", "n_head": "num_attention_heads", "n_inner": "intermediate_size",
                  "n_layer": "num_hidden_layers", "activation_function": "hidden_act", "layer_norm_epsilon": "layer_norm_eps"},
-        **_PLAIN_MLP, **_LAYER_NORM,
+        old_buffers=("attn.bias", "attn.masked_bias"), **_PLAIN_MLP, **_LAYER_NORM,
     ),
     LayerSpec(
         "gpt_neox", "GPTNeoXLayer", {"attention": "GPTNeoXAttention", "mlp": "GPTNeoXMLP"}, attention="attention",
@@ -191,7 +197,7 @@ _ENTRIES = (
                   "post_mlp_dropout": "hidden_dropout"},
         biases={**_ATTENTION_BIAS, "mlp": True}, aliases={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
         words={"hidden_act": "gelu", "attention_bias": True, "use_parallel_residual": True, "partial_rotary_factor": 0.25},
-        **_PLAIN_MLP, **_LAYER_NORM,
+        old_buffers=("attention.bias", "attention.masked_bias"), **_PLAIN_MLP, **_LAYER_NORM,
     ),
     _decoder(
         "starcoder2", "Starcoder2", up="mlp.c_fc", down="mlp.c_proj", activation="mlp.act",
@@ -242,12 +248,17 @@ _ENTRIES = (
         up="mlp.fc1", down="mlp.fc2", activation="mlp.activation_fn", rope="", causal=False,
         dropouts={"attention.attention_dropout": "attention_probs_dropout_prob", "dropout": "hidden_dropout_prob"},
         biases={**_BIASES, "qkv": "qkv_bias"}, words={**_ENCODER, "qkv_bias": True}, **_PLAIN_MLP, **_LAYER_NORM,
+        old_names={"attention.attention.query": "attention.q_proj", "attention.attention.key": "attention.k_proj",
+                   "attention.attention.value": "attention.v_proj", "attention.output.dense": "attention.o_proj",
+                   "intermediate.dense": "mlp.fc1", "output.dense": "mlp.fc2"},
     ),
 )  # fmt: skip
+# Names of parameters in checkpoints that were once TensorFlow's, of any family.
+OLD_PARAMETERS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 SPECS = {spec.layer_class: spec for spec in _ENTRIES}
 FAMILIES = {spec.family: spec for spec in _ENTRIES}
 
-# Layers that transformers has and no kernel takes yet: module under transformers.models -> class -> what is missing.
+# Layers that transformers has and no kernel takes yet: class -> what is missing.
 WAITING = {
     "Gemma2DecoderLayer": "attention logit softcapping has no kernel yet",
     "Gemma3DecoderLayer": "attention windows have no kernel yet",
@@ -274,3 +285,14 @@ def waiting(cls: type) -> str:
     """Why no kernel takes a layer class of transformers that has no entry yet, or an empty string."""
     ours = (b for b in cls.__mro__ if b.__module__.startswith("transformers.models."))
     return next((WAITING[b.__name__] for b in ours if b.__name__ in WAITING), "")
+
+
+def waiting_family(model_type: str) -> str:
+    """What `waiting` says of the layers of a model_type. Their classes are named after it: gpt_oss, GptOssDecoderLayer."""
+    name = model_type.removesuffix("_text").replace("_", "")
+    return next((why for cls, why in WAITING.items() if re.sub("(De|En)coderLayer$", "", cls).lower() == name), "")
+
+
+def supported() -> str:
+    """What can be fused, for messages that name what cannot."""
+    return f"supported are the families {', '.join(sorted(FAMILIES))} (`fusedblock families` lists their layers)"

@@ -12,7 +12,7 @@ from .. import blocks
 from ..ops import target_of
 from .binding import Binding, bind
 from .report import Explanation, LayerExplanation
-from .swap import STATE, FusedLayer, decoder_layers, falls_back, refusal
+from .swap import STATE, FusedLayer, decoder_layers, dropouts, falls_back, refusal
 
 PHASES = ("prefill", "decode", "train")
 
@@ -49,38 +49,56 @@ def workloads(phase: str | None, batch: int, seq: int | None, context: int) -> l
     return made
 
 
+def require_cache(caller: str, phase: str, seq: int, context: int, layer: nn.Module, attention: Any) -> None:
+    """Raises ValueError if the workload has cached keys and the layer attends both ways."""
+    if (context > seq or phase == "decode") and not attention.is_causal:
+        where = "phase='decode'" if phase == "decode" else f"context={context} with seq={seq}"
+        raise ValueError(f"{caller}: {where}, but {type(layer).__name__} attends both ways: it has no cache")
+
+
 def explain(model: nn.Module, *, batch: int = 1, seq: int | None = None, context: int = 2048,
             phase: str | None = None) -> Explanation:  # fmt: skip
-    """Which kernels each layer launches for a workload, why, and what would change it; what falls back, and why.
+    """Which kernels each fused layer launches for a workload, why, and what would change it; what falls back, and why.
 
     Args:
-        model: fused or not; one supported layer, too. Plans are for the device of its parameters; on the CPU, for an H200. They
-            follow the options in force (batch_invariant).
+        model: a fused model, or one fused layer; of layers that are not fused it says only why, or to fuse them. Plans are for
+            the device of its parameters; on the CPU, for an H200. They follow the options in force (batch_invariant).
         batch: sequences.
         seq: tokens of each in one call; None: context, in decode 1.
         context: keys to attend to.
-        phase: "prefill", "decode", "train", or None for each of them (an encoder has no decode).
+        phase: "prefill", "decode", "train", or None for each of them but an encoder's decode.
 
-    Raises ValueError naming the argument, or if the model has no supported layer.
+    What a cache launches to take the new keys and values is the cache's own and not counted. A dropout rate above 0 means that
+    training runs the original forward: the explanation names it and has no plan for training. Raises ValueError naming the
+    argument, for cached keys in a layer that attends both ways, or if the model has no supported layer.
     """
     wanted = workloads(phase, batch, seq, context)
     explanations, target = [], None
     for entry in decoder_layers(model):
+        attention = dict(entry.layer.named_modules()).get(entry.spec.attention) if entry.spec else None
+        asked = wanted
+        if not getattr(attention, "is_causal", True):
+            asked = [w for w in wanted if phase or w.phase != "decode"]
+            for w in asked:
+                require_cache("explain", w.phase, w.seq, w.context, entry.layer, attention)
         fused = isinstance(entry.layer, FusedLayer)
         record = entry.record("fused" if fused else "fallback", "")
         if entry.spec is None or not fused:
-            reason = refusal(entry.layer, entry.spec) or "not fused"
+            reason = refusal(entry.layer, entry.spec) or "not fused; call fusedblock.fuse(model) first"
         else:
             reason = falls_back(entry.layer, entry.spec)
             record = replace(record, calls=entry.layer.__dict__[STATE].calls)
         record = replace(record, status="fallback" if reason else "fused", reason=reason)
         plans: tuple[tuple[str, blocks.Plan], ...] = ()
         bound = bind(entry.layer, entry.spec) if entry.spec and not reason else ""
-        if not isinstance(bound, str):
+        training = ""
+        if entry.spec and not isinstance(bound, str):
             target = target_of(bound.weights.q.device)
-            asked = wanted if phase or getattr(bound.attention, "is_causal", True) else [w for w in wanted if w.phase != "decode"]
+            record = replace(record, dropout=dropouts(entry.layer, entry.spec))
+            if record.dropout and any(w.phase == "train" for w in asked):
+                training, asked = record.dropout, [w for w in asked if w.phase != "train"]
             plans = tuple(_plans(bound, asked, target))
-        explanations.append(LayerExplanation(record, plans))
+        explanations.append(LayerExplanation(record, plans, training))
     name = "" if target is None else target.name + (", batch_invariant" if target.batch_invariant else "")
     return Explanation(tuple(explanations), name)
 
