@@ -99,7 +99,7 @@ def damage(kind: str, path: Path) -> str:
             del tensors[key], weight_map[key]
             save_file(tensors, file)
             index.write_text(json.dumps({"weight_map": weight_map}))
-            return rf"missing key '{key}'"
+            return rf"the checkpoint lacks '{key}'"
         case "extra":
             save_file(tensors | {"model.layers.9.extra": torch.ones(1)}, file)
             index.write_text(json.dumps({"weight_map": weight_map | {"model.layers.9.extra": file.name}}))
@@ -147,7 +147,7 @@ def test_a_prefix_is_never_guessed(tmp_path: Path) -> None:
         load_safetensors(target.model.layers[0].mlp, file)
     tensors = load_file(file)
     save_file({key: value for key, value in tensors.items() if "layers.1.mlp.up" not in key}, file)
-    with pytest.raises(CheckpointError, match=r"missing key 'model\.layers\.1\.mlp\.up_proj\.weight'"):
+    with pytest.raises(CheckpointError, match=r"the checkpoint lacks 'model\.layers\.1\.mlp\.up_proj\.weight'"):
         load_safetensors(target.model.layers[1], file, prefix="model.layers.1.")
     with pytest.raises(CheckpointError, match=r"target is layer 1.*only under 'model\.layers\.0\.', 'model\.layers\.2\.'"):
         load_safetensors(target.model.layers[1], file)

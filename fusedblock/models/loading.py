@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..io import Checkpoint, CheckpointError, names_of, write_checkpoint
-from .conversion import Source, has_other_names, original_state, sources_of
+from .conversion import Source, base_prefix, has_rules, ignored_patterns, original_state, renamer, sources_of, tails
 
 __all__ = ["CheckpointError", "LoadReport", "load_safetensors", "save_safetensors"]
 
@@ -25,7 +25,7 @@ _LISTED = 20  # problems, keys or prefixes spelled out in one message
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What `load_safetensors` did.
+    """What `load_safetensors` did. As a string, how many keys, and which are missing or unexpected.
 
     Attributes:
         loaded: state-dict keys of the target that have the checkpoint's values now, tied ones under each of their names.
@@ -36,6 +36,11 @@ class LoadReport:
     loaded: tuple[str, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
+
+    def __str__(self) -> str:
+        counts = f"{len(self.loaded)} loaded, {len(self.missing)} missing, {len(self.unexpected)} unexpected"
+        named = {"missing": self.missing, "unexpected": self.unexpected}
+        return "\n".join([counts, *(f"{kind}: {_listed(keys)}" for kind, keys in named.items() if keys)])
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,12 @@ def load_safetensors(
         prefix: the part of the checkpoint that belongs to the target, such as ``"model.layers.3"``; names outside it are not
             looked at, and shards without any name under it are not opened. None: the whole checkpoint if it has any of the
             target's own keys, else the one prefix under which it has all of them. For a layer with a ``layer_idx``, as in
-            HuggingFace models and FusedBlock, that is the layer of this index.
+            HuggingFace models and FusedBlock, that is the layer of this index. For a HuggingFace model, its
+            ``base_model_prefix`` may be missing from the names, or be there too much.
+
+    Names that transformers has changed since, and buffers that its layers no longer have, are known for every family in the
+    table of architectures, without transformers. Of a HuggingFace model, what its class says of unexpected and missing keys is
+    no error either; a missing one keeps its values, so on meta it is one all the same.
 
     Returns:
         The keys loaded, missing and unexpected.
@@ -109,11 +119,12 @@ def load_safetensors(
     groups = _tied_groups(slots)
     where = torch.device("cpu" if device is None else device)
     prefix = prefix.removesuffix(".") + "." if prefix else prefix
-    renames = has_other_names(target)  # then the names in the files are not those of the target
-    if prefix is None and not renames:
-        prefix = _find_prefix(target, groups, names_of(path), Path(path))
-    with Checkpoint(path, "" if renames else prefix or "") as checkpoint:
-        sources = sources_of(target, {slot.key for slot in slots}, checkpoint)
+    keys = {slot.key for slot in slots}
+    rules = has_rules(target)  # then what a name becomes may depend on all of it, prefix and all
+    if prefix is None and not rules:
+        prefix = _find_prefix(target, groups, set(map(renamer(target, keys), names_of(path))), Path(path))
+    with Checkpoint(path, "" if rules else prefix or "") as checkpoint:
+        sources = sources_of(target, keys, checkpoint)
         if prefix is None:
             prefix = _find_prefix(target, groups, sources, checkpoint.path)
         sources = {name[len(prefix) :]: source for name, source in sources.items() if name.startswith(prefix)}
@@ -136,6 +147,9 @@ def save_safetensors(
     source: nn.Module | Mapping[str, Tensor], path: str | os.PathLike[str], *, max_shard_size: int | str = "5GB"
 ) -> list[Path]:
     """Write weights as a safetensors checkpoint, bit for bit, under their own names.
+
+    A HuggingFace model's are those that ``save_pretrained`` writes; a FusedBlock's those that its layer has in such a file,
+    without the prefix: they differ from its state dict for the model_type "vit".
 
     Args:
         source: a module, fused or not, whose state dict is written, or tensors by name. Of the tied tensors of a module, the
@@ -213,8 +227,18 @@ def _tied_groups(slots: list[_Slot]) -> list[tuple[_Slot, ...]]:
 
 
 def _find_prefix(target: nn.Module, groups: list[tuple[_Slot, ...]], names: Collection[str], path: Path) -> str:
-    if any(slot.key in names for group in groups for slot in group):
+    def fits(prefix: str) -> int:
+        return sum(any(prefix + slot.key in names for slot in group) for group in groups)
+
+    whole, base = len(groups), base_prefix(target)
+    own = fits("")
+    if 2 * own >= whole and own:
         return ""
+    _check_not_lacking(groups, names, path)
+    if own:
+        return ""
+    if base and fits(base + "."):
+        return base + "."
     found: dict[str, int] = defaultdict(int)
     for group in groups:
         endings = tuple("." + slot.key for slot in group)
@@ -225,30 +249,47 @@ def _find_prefix(target: nn.Module, groups: list[tuple[_Slot, ...]], names: Coll
             found[prefix] += 1
     if not found:  # nothing fits: every key will be missing
         return ""
-    complete = [prefix for prefix, count in found.items() if count == len(groups)]
-    if not complete:
-        best = max(sorted(found), key=found.__getitem__)
-        lacking = [group[0].key for group in groups if not any(best + slot.key in names for slot in group)]
-        raise CheckpointError(
-            f"{path}: no prefix has all keys of the target; {best!r} comes nearest and lacks {_listed(lacking)}. "
-            "Pass prefix= to load it"
-        )
-    fitting = complete
+    complete = sorted(prefix for prefix, count in found.items() if count == whole)
+    fitting, near = complete, sorted(found)
     indices = {module.layer_idx for module in target.modules() if isinstance(getattr(module, "layer_idx", None), int)}
-    if len(indices) == 1:
+    index = str(indices.pop()) if len(indices) == 1 else None
+    if index is not None:
         # "layers.3." is the place of layer 3; a prefix without a number, as in "decoder.", says nothing about it
-        index = str(indices.pop())
-        fitting = [prefix for prefix in complete if next(filter(str.isdigit, prefix.split(".")), index) == index]
-        if not fitting:
-            raise CheckpointError(
-                f"{path}: the target is layer {index}, but its keys are only under {_listed(sorted(complete))}. "
-                "Pass prefix= to load one of them"
-            )
+        numbers = {prefix: next(filter(str.isdigit, prefix.split(".")), None) for prefix in found}
+        fitting = [prefix for prefix in complete if numbers[prefix] in (None, index)]
+        near = [prefix for prefix in near if numbers[prefix] == index]
+    if not fitting:
+        text = ""
+        if near:
+            best = max(near, key=found.__getitem__)
+            lacking = [group[0].key for group in groups if not any(best + slot.key in names for slot in group)]
+            text = f"; {best!r} comes nearest and lacks {_listed(lacking)}"
+        if complete:
+            text = f"the target is layer {index}, but its keys are only under {_listed(complete)}{text}"
+        elif near:
+            text = f"no prefix has all keys of the target{text}"
+        else:
+            text = f"the target is layer {index}, and no prefix has all its keys, nor any of that layer: {_listed(sorted(found))}"
+        raise CheckpointError(f"{path}: {text}. Pass prefix= to load {'one of them' if complete or not near else 'it'}")
     if len(fitting) > 1:
         raise CheckpointError(
-            f"{path}: the keys of the target are under several prefixes: {_listed(sorted(fitting))}. Pass one as prefix="
+            f"{path}: the keys of the target are under several prefixes: {_listed(fitting)}. Pass one as prefix="
         )
     return fitting[0]
+
+
+def _check_not_lacking(groups: list[tuple[_Slot, ...]], names: Collection[str], path: Path) -> None:
+    """Most keys of the target would be in the file, were they not under a prefix that the file's lack."""
+    lacking: dict[str, int] = defaultdict(int)
+    for group in groups:
+        for prefix in {slot.key[:end] for slot in group for end in tails(slot.key) if slot.key[end:] in names}:
+            lacking[prefix] += 1
+    prefix = max(sorted(lacking), key=lacking.__getitem__, default="")
+    if 2 * lacking[prefix] > len(groups):
+        raise CheckpointError(
+            f"{path}: the checkpoint's keys lack the prefix {prefix!r} that the target's have; load them into its part "
+            f"{prefix.removesuffix('.')!r}"
+        )
 
 
 def _plan(
@@ -284,8 +325,14 @@ def _plan(
     keys = {slot.key for group in groups for slot in group}
     extra = [(key, source) for key, source in sources.items() if key not in keys]
     if strict:
-        problems += [f"{path}: missing key {prefix + key!r}, the target has {key!r}" for key in missing]
-        ignored = [*_LEGACY_KEYS, *(getattr(target, "_keys_to_ignore_on_load_unexpected", None) or ())]
+        on_meta = {slot.key for group in groups for slot in group if slot.tensor.is_meta}
+        optional = getattr(target, "_keys_to_ignore_on_load_missing", None) or ()
+        problems += [
+            f"{path}: the checkpoint lacks {prefix + key!r}"
+            for key in missing
+            if key in on_meta or not any(re.search(pattern, key) for pattern in optional)
+        ]
+        ignored = [*_LEGACY_KEYS, *ignored_patterns(target)]
         problems += [
             f"{source.file}: unexpected key {source.name}, the target has no {key!r}"
             for key, source in extra
