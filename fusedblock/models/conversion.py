@@ -53,7 +53,7 @@ def sources_of(target: nn.Module, keys: Collection[str], checkpoint: Checkpoint)
     Raises:
         CheckpointError: two names mean the same tensor, or a merge is impossible (an expert lacks a weight).
     """
-    rules, rename, names = _rules(target), renamer(target, keys), list(checkpoint)
+    rules, rename, listed = _rules(target), renamer(target, keys), list(checkpoint)
     by_pattern: dict[str, Any] = {}
     if rules:
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -61,9 +61,9 @@ def sources_of(target: nn.Module, keys: Collection[str], checkpoint: Checkpoint)
         renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-        names.sort(key=dot_natural_key)  # experts are merged in this order
+        listed.sort(key=dot_natural_key)  # experts are merged in this order
     parts: dict[str, list[tuple[str, str | None]]] = defaultdict(list)
-    for name in names:
+    for name in listed:
         renamed, pattern = rename(name), None
         if rules and renamed not in keys:
             renamed, pattern = rename_source_key(name, renamings, converters)
@@ -163,7 +163,7 @@ def _spec(module: nn.Module) -> table.LayerSpec | None:
 
 def _old_names(target: nn.Module, keys: Collection[str]) -> dict[str, str]:
     """Name of a checkpoint -> key, for the renamed modules of every layer in the target."""
-    old = {}
+    old: dict[str, str] = {}
     for path, spec in ((path, _spec(module)) for path, module in target.named_modules()):
         start = f"{path}." if path else ""
         for theirs, ours in spec.old_names.items() if spec else ():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -463,6 +463,6 @@ def _shadow(module: nn.Module, device: torch.device) -> nn.Module:
     return shadow
 
 
-def _listed(items: list[str]) -> str:
+def _listed(items: Sequence[str]) -> str:
     shown = ", ".join(repr(item) for item in items[:_LISTED])
     return shown + (f" and {len(items) - _LISTED} more" if len(items) > _LISTED else "")
