@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -162,10 +163,11 @@ def test_empty_and_single(batch, seq, gradients):
 @pytest.mark.parametrize("gradients", [False, True])
 def test_inputs_are_never_written(gradients):
     w, given = make_weights(GEMMA, BF16, True), inputs(GEMMA, BF16, 2, 19)
-    kept = [t.clone() for t in (*w, *given)]
+    every = [t for t in (*w, *given) if t is not None]
+    kept = [t.clone() for t in every]
     with recording("sm_90"):
         run(blocks.forward, GEMMA, w, given, gradients)
-    assert all(torch.equal(a, b) for a, b in zip((*w, *given), kept))
+    assert all(torch.equal(a, b) for a, b in zip(every, kept))
 
 
 @pytest.mark.parametrize("gradients", [False, True])
@@ -185,22 +187,19 @@ def test_a_wrong_weight_is_named(interpreted, gradients):
 # ---- the composite ops -----------------------------------------------------------------------------------------------------
 
 
-def numbers(spec: BlockSpec) -> tuple[Any, ...]:
-    return (spec.hidden, spec.ffn, spec.heads, spec.kv_heads, spec.head_dim, spec.scale, spec.eps, spec.activation,
-            spec.weight_offset, spec.round_early)  # fmt: skip
-
-
-def composite_arguments(name: str, dtype: torch.dtype, batch: int = 2, seq: int = 19, masked: bool = False) -> tuple[Any, ...]:
-    w = make_weights(LLAMA, dtype)
-    x, cos, sin = inputs(LLAMA, dtype, batch, seq)
+def composite_arguments(name: str, dtype: torch.dtype, batch: int = 2, seq: int = 19, masked: bool = False,
+                        spec: BlockSpec = LLAMA) -> tuple[Any, ...]:  # fmt: skip
+    w, numbers = make_weights(spec, dtype), dataclasses.astuple(spec)
+    x, cos, sin = inputs(spec, dtype, batch, seq)
     mask = masks(batch, seq, seq)["rows"] if masked else None
-    if name == "block_front":
-        return (x, cos, sin, *w, *numbers(LLAMA))
+    if name in ("block_front", "block_front_rows"):
+        return (x, cos, sin, *w, *numbers)
     if name == "block":
-        return (x, cos, sin, mask, True, *w, *numbers(LLAMA))
+        return (x, cos, sin, mask, True, *w, *numbers)
     g = torch.Generator().manual_seed(3)
     q, k, v = (randn(batch, seq, n, 16, dtype=dtype, generator=g) for n in (4, 2, 2))
-    return (x, q, k, v, mask, True, *w, *numbers(LLAMA))
+    rows = randn(batch * seq, spec.hidden, dtype=dtype, generator=g) if spec.norms == "attn_norm" else None
+    return (x, rows, q, k, v, mask, True, *w, *numbers)
 
 
 COMPOSITES = ("block", "block_front", "block_back")
@@ -210,6 +209,12 @@ COMPOSITES = ("block", "block_front", "block_back")
 @pytest.mark.parametrize("name", COMPOSITES)
 def test_opcheck(name, masked):
     torch.library.opcheck(getattr(torch.ops.fusedblock, name).default, composite_arguments(name, torch.float32, masked=masked))
+
+
+@pytest.mark.parametrize("name", ["block_front_rows", "block_back"])
+def test_opcheck_of_a_layer_whose_branches_share_a_norm(name):
+    args = composite_arguments(name, torch.float32, spec=VARIANTS["shared_norm"])
+    torch.library.opcheck(getattr(torch.ops.fusedblock, name).default, args)
 
 
 @pytest.mark.parametrize("target", PATHS)

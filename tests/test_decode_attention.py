@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import aot
 from dataclasses import replace
 
+import aot
 import pytest
 import torch
 from torch import Tensor
