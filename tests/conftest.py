@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -36,3 +37,11 @@ def poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
         return buffer
 
     monkeypatch.setattr(Spec, "_buffer", poisoned)
+
+
+@pytest.fixture(autouse=True)
+def modes_as_before() -> Iterator[None]:
+    """A test that leaves a mode of torch's on or off behind fails itself, and not whichever comes after it."""
+    yield
+    with torch.device("meta"):
+        assert torch.empty(0).is_meta, "torch's device contexts have no effect any more"
