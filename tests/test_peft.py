@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fusedblock
 from fusedblock.interpret import interpret
 
-peft = pytest.importorskip("peft")
+peft = pytest.importorskip("peft", reason="make test installs it")
 
 # What people aim at: two projections, every linear layer, the Conv1D of GPT-2, one fused projection.
 TARGETS: dict[str, list[str] | str] = {

@@ -8,10 +8,10 @@ from typing import Any
 import families
 import pytest
 import torch
-from llama import CACHE, prompt, relative_error
+from llama import CACHE, prompt, relative_error, root_mean_square
 from op_cases import recording
 from test_families import outcome
-from test_llama_numerics import IMPLEMENTATIONS, root_mean_square
+from test_llama_numerics import IMPLEMENTATIONS
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 

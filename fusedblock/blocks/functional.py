@@ -101,13 +101,18 @@ def _matrix(spec: BlockSpec, w: Tensor) -> Tensor:
 
 def _heads(spec: BlockSpec, fused: Tensor | None, *split: Tensor | None) -> list[Tensor | None]:
     """q, k, v as `heads head_dim ...` views, of weights `rows hidden` or biases `rows`."""
-    d = spec.head_dim
     if spec.qkv_layout == "split" or fused is None:
-        return [None if t is None else t.unflatten(0, (-1, d)) for t in (fused, *split)]
+        return [None if t is None else t.unflatten(0, (-1, spec.head_dim)) for t in (fused, *split)]
+    return list(_parts(spec, fused, 0))
+
+
+def _parts(spec: BlockSpec, fused: Tensor, axis: int) -> Sequence[Tensor]:
+    """q, k, v out of what is fused along an axis, which becomes heads and head_dim."""
+    d = spec.head_dim
     if spec.qkv_layout == "per_head":
-        return list(fused.unflatten(0, (spec.heads, 3, d)).unbind(1))
+        return fused.unflatten(axis, (spec.heads, 3, d)).unbind(axis + 1)
     sizes = [spec.heads * d, spec.kv_heads * d, spec.kv_heads * d]
-    return [t.unflatten(0, (-1, d)) for t in fused.split(sizes)]
+    return [t.unflatten(axis, (-1, d)) for t in fused.split(sizes, axis)]
 
 
 def _table(spec: BlockSpec, t: Tensor | None) -> Tensor | None:
@@ -157,15 +162,11 @@ def _linear(spec: BlockSpec, w: BlockWeights, name: str, x: Tensor, own: Own) ->
     return torch.nn.functional.linear(x, _matrix(spec, getattr(w, name)), getattr(w, name + "_bias"))
 
 
-def _own_heads(spec: BlockSpec, w: BlockWeights, y: Tensor, own: Own, shape: Sequence[int]) -> list[Tensor]:
+def _own_heads(spec: BlockSpec, w: BlockWeights, y: Tensor, own: Own, shape: Sequence[int]) -> Sequence[Tensor]:
     """q, k, v before norm and rotation, `batch seq heads head_dim`, of y `tokens hidden`."""
     names = ("q", "k", "v") if spec.qkv_layout == "split" else ("q",)
     made = [_linear(spec, w, name, y, own).view(*shape, -1) for name in names]
-    if spec.qkv_layout == "per_head":
-        return list(made[0].unflatten(-1, (spec.heads, 3, spec.head_dim)).unbind(-2))
-    if spec.qkv_layout == "stacked":
-        made = list(made[0].split([n * spec.head_dim for n in (spec.heads, spec.kv_heads, spec.kv_heads)], -1))
-    return [t.unflatten(-1, (-1, spec.head_dim)) for t in made]
+    return [t.unflatten(2, (-1, spec.head_dim)) for t in made] if spec.qkv_layout == "split" else _parts(spec, made[0], 2)
 
 
 def _own_mlp(spec: BlockSpec, w: BlockWeights, y: Tensor, own: Own) -> Tensor:
