@@ -1,0 +1,560 @@
+"""Attention in every form: cases, their inputs, a float64 formula and plain torch to hold any implementation to.
+
+`formula` is written sequence by sequence and head by head, apart from the package's reference. In float64 it is the truth
+(gradients by autograd); in the dtype of the inputs it is plain torch, whose error is the yardstick of fp16, bf16 and fp8.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fusedblock.interpret import interpret
+from fusedblock.kernels._target import TARGETS
+
+HALVES = (torch.float16, torch.bfloat16)
+FP8 = torch.float8_e4m3fn
+GRADIENTS = ("q", "k", "v", "bias", "sinks")
+MASKS = ("padding", "padding-added", "bool", "added")
+BIASES = ("full", "batch", "heads", "both", "row", "column")
+PACKED = ((17, 29), (0, 5), (1, 1), (40, 40), (20, 3), (7, 0))
+BLOCK = 128  # of a block map
+# In the order of the kernels' arguments.
+TENSORS = ("mask", "bias", "sinks", "alibi_slopes", "block_map", "prefix_lens", "cu_seqlens_q", "cu_seqlens_k", "seqused_k",
+           "block_table", "q_scale", "k_scale", "v_scale")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to attend to, and how. layout: batched, packed (`lengths` of queries and keys), paged, packed-paged."""
+
+    seq: int = 37
+    context: int = 53
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    v_dim: int = 0  # 0: head_dim
+    batch: int = 2
+    dtype: torch.dtype = torch.float32
+    layout: str = "batched"
+    lengths: tuple[tuple[int, int], ...] = PACKED
+    page: int = 16
+    causal: bool = False
+    window: tuple[int, int] | None = None
+    softcap: float = 0.0
+    sinks: bool = False
+    alibi: str = ""  # heads: a slope for each head; batch: for each of each batch entry
+    bias: str = ""  # full; or one over batch, heads, both; row: one row for all queries; column: one number for all keys
+    mask: str = ""
+    block_map: str = ""  # both: one map; heads: one for each head; full: for each batch entry, too
+    prefix: bool = False
+    seqused: bool = False  # always true when paged
+    dropout: float = 0.0
+    scale: float | None = None
+
+    def __str__(self) -> str:
+        plain = Case()
+        shown = [f"{self.batch}x{self.seq}:{self.context}-{self.heads}:{self.kv_heads}-d{self.head_dim}-{str(self.dtype)[6:]}"]
+        if self.v_dim:
+            shown.append(f"v{self.v_dim}")
+        for f in fields(self)[8:]:
+            value = getattr(self, f.name)
+            if f.name == "lengths" and not self.packed or f.name == "page" and not self.paged or value == getattr(plain, f.name):
+                continue
+            text = value if f.name == "layout" else f.name if value is True else f"{f.name}={value}"
+            shown.append(str(text).replace(" ", ""))
+        return "-".join(shown)
+
+    @property
+    def packed(self) -> bool:
+        return self.layout.startswith("packed")
+
+    @property
+    def paged(self) -> bool:
+        return self.layout.endswith("paged")
+
+    @property
+    def forward_only(self) -> bool:
+        """Whether no gradients are to be had."""
+        return self.paged or self.dtype is FP8 or (max(self.head_dim, self.v_dim) > 256 and self.v_dim not in (0, self.head_dim))
+
+    @property
+    def out_dim(self) -> int:
+        return self.v_dim or self.head_dim
+
+    @property
+    def sequences(self) -> list[tuple[int, int]]:
+        """(queries, keys) of each."""
+        if self.packed:
+            return list(self.lengths)
+        if not (self.seqused or self.paged):
+            return [(self.seq, self.context)] * self.batch
+        used = [self.context, self.context // 3, 0, 1]
+        return [(self.seq, min(self.context, used[b % 4])) for b in range(self.batch)]
+
+    def inputs(self) -> Inputs:
+        return _inputs(self)
+
+
+@dataclass
+class Inputs:
+    """q, k, v as the public function takes them, the gradient of out, and the options that are tensors."""
+
+    case: Case
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad: Tensor
+    options: dict[str, Tensor] = field(default_factory=dict)
+    seed: int = 0x1234_5678_9ABC
+
+    def tensor(self, name: str) -> Tensor | None:
+        return getattr(self, name) if name in ("q", "k", "v") else self.options.get(name)
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Inputs:
+        q, k, v, grad = (change(t) for t in (self.q, self.k, self.v, self.grad))
+        return replace(self, q=q, k=k, v=v, grad=grad, options={n: change(t) for n, t in self.options.items()})
+
+    def with_(self, **tensors: Tensor) -> Inputs:
+        own = {n: t for n, t in tensors.items() if n in ("q", "k", "v")}
+        return replace(self, **own, options={**self.options, **{n: t for n, t in tensors.items() if n not in own}})
+
+    def keywords(self) -> dict[str, Any]:
+        """Of the public function."""
+        c = self.case
+        found = {**self.options, "causal": c.causal, "window": c.window, "softcap": c.softcap, "dropout_p": c.dropout}
+        if c.packed:
+            found["max_seqlen_q"], found["max_seqlen_k"] = (max((n[i] for n in c.lengths), default=0) for i in range(2))
+        return {**found, "scale": c.scale}
+
+    def op_args(self) -> tuple[Any, ...]:
+        """Positional arguments of the ops `attention` and `decode_attention`."""
+        c, o = self.case, dict(self.options)
+        q, k, v = (t[None] if c.packed and n not in (c.paged and "kv") else t for n, t in zip("qkv", (self.q, self.k, self.v)))
+        if c.packed and c.paged:
+            k, v = self.k, self.v
+        mask = o.get("mask")
+        if mask is not None:
+            mask = mask[:, None, None] if mask.dim() == 2 else mask
+            o["mask"] = mask.expand(-1, -1, -1, k.shape[1])
+        if "alibi_slopes" in o and o["alibi_slopes"].dim() == 1:
+            o["alibi_slopes"] = o["alibi_slopes"][None]
+        left, right = (-1, -1) if c.window is None else c.window
+        right = 0 if c.causal else right
+        seed = torch.tensor([self.seed], device=q.device) if c.dropout else None
+        scale = c.head_dim**-0.5 if c.scale is None else c.scale
+        return (q, k, v, *(o.get(n) for n in TENSORS), seed, left, right, c.softcap, scale, c.dropout)
+
+
+def _inputs(c: Case) -> Inputs:
+    g = torch.Generator().manual_seed(0)
+    used = c.seqused or c.paged
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    def ints(values: Sequence[int]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.int32)
+
+    options: dict[str, Tensor] = {}
+    lengths, dims = c.sequences, (c.head_dim, c.out_dim)
+    n, seq, k_len = len(lengths), c.seq, c.context
+    if c.packed:  # tokens follow the last sequence, that none may read
+        queries, keys = ([0, *np.cumsum([s[i] for s in lengths]).tolist()] for i in range(2))
+        q, grad = (randn(queries[-1] + 3, c.heads, d) for d in dims)
+        q[queries[-1] :] = math.nan
+        options["cu_seqlens_q"] = ints(queries)
+        if not c.paged:
+            k, v = (randn(keys[-1] + 5, c.kv_heads, d) for d in dims)
+            k[keys[-1] :], v[keys[-1] :] = math.nan, math.nan
+            options["cu_seqlens_k"] = ints(keys)
+    else:
+        q, grad = (randn(c.batch, seq, c.heads, d) for d in dims)
+        if not c.paged:
+            k, v = (randn(c.batch, k_len, c.kv_heads, d) for d in dims)
+            for b, (_, length) in enumerate(lengths):
+                k[b, length:], v[b, length:] = math.nan, math.nan
+    if used:
+        options["seqused_k"] = ints([length for _, length in lengths])
+    if c.paged:
+        most = max(1, max((-(-length // c.page) for _, length in lengths), default=1))
+        pages = n * most + 2
+        order = torch.randperm(pages, generator=g)[: n * most].reshape(n, most)
+        k, v = (torch.full((pages, c.page, c.kv_heads, d), math.nan, dtype=torch.float64) for d in dims)
+        table = torch.full((n, most + 1), 2**30)  # past a sequence's pages: nonsense that none may follow
+        for b, (_, length) in enumerate(lengths):
+            for j in range(-(-length // c.page)):
+                rows = min(c.page, length - j * c.page)
+                table[b, j] = order[b, j]
+                for t, d in zip((k, v), dims):
+                    t[order[b, j], :rows] = randn(rows, c.kv_heads, d)
+        options["block_table"] = table.int()
+    if c.mask:
+        options["mask"] = mask = _mask(c, g)
+        if c.mask.startswith("padding"):
+            hidden = ~mask if c.mask == "padding" else mask[:, 0, 0] < -1
+            k, v = (t.masked_fill(hidden[..., None, None].expand(t.shape[0], -1, 1, 1), math.nan) for t in (k, v))
+    if c.bias:
+        shape = [c.batch, c.heads, seq, k_len]
+        for axis in {"full": (), "batch": (0,), "heads": (1,), "both": (0, 1), "row": (2,), "column": (3,)}[c.bias]:
+            shape[axis] = 1
+        options["bias"] = randn(*shape).to(c.dtype)
+    if c.sinks:
+        options["sinks"] = randn(c.heads).to(torch.float32 if c.dtype is FP8 else c.dtype)
+    if c.alibi:
+        slopes = torch.rand(c.heads if c.alibi == "heads" else (c.batch, c.heads), generator=g)
+        options["alibi_slopes"] = slopes.reshape(-1) if c.alibi == "heads" else slopes
+    if c.block_map:
+        shape = [1 if c.block_map != "full" else c.batch, 1 if c.block_map == "both" else c.heads]
+        options["block_map"] = torch.rand(*shape, -(-seq // BLOCK), -(-k_len // BLOCK), generator=g) < 0.6
+    if c.prefix:
+        options["prefix_lens"] = ints([(0, k_len // 2, k_len + 3, 1)[(b + 1) % 4] for b in range(n)])
+    if c.dtype is FP8:
+        for name, heads in (("q", c.heads), ("k", c.kv_heads), ("v", c.kv_heads)):
+            options[f"{name}_scale"] = torch.rand(1 if c.packed else c.batch, heads, generator=g) + 0.25
+    return Inputs(c, q.to(c.dtype), k.to(c.dtype), v.to(c.dtype), grad.to(torch.bfloat16 if c.dtype is FP8 else c.dtype), options)
+
+
+def _mask(c: Case, g: torch.Generator) -> Tensor:
+    if c.mask == "padding":  # left padding; nothing is left of the last batch entry
+        return torch.arange(c.context) >= torch.linspace(c.context // 3, c.context, c.batch).long()[:, None]
+    if c.mask == "padding-added":
+        hidden = torch.rand(c.batch, 1, 1, c.context, generator=g) < 0.4
+        return torch.zeros(c.batch, 1, 1, c.context).masked_fill(hidden, torch.finfo(torch.float32).min)
+    allowed = torch.rand(c.batch, c.heads, c.seq, c.context, generator=g) < 0.6
+    allowed[:, :, c.seq // 2 : c.seq // 2 + 1] = False  # a row that attends nothing
+    if c.mask == "bool":
+        return allowed
+    return torch.randn(1, 1, c.seq, c.context, generator=g).masked_fill(~allowed[:1, :1], -math.inf)
+
+
+# ---- the formula -------------------------------------------------------------------------------------------------------------
+
+
+def philox(seed: int, key: np.ndarray, row: np.ndarray, head: int) -> np.ndarray:
+    """First word of Philox4x32-10 for the counter (key, row, head, 0), in 64-bit unsigned integers."""
+    u, low = np.uint64, np.uint64(0xFFFFFFFF)
+    shape = np.broadcast_shapes(key.shape, row.shape)
+    x = [np.broadcast_to(key, shape).astype(u), np.broadcast_to(row, shape).astype(u), np.full(shape, head, u), np.zeros(shape, u)]
+    keys = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF]
+    for _ in range(10):
+        a, b = x[0] * u(0xD2511F53), x[2] * u(0xCD9E8D57)
+        x = [(b >> u(32)) ^ x[1] ^ u(keys[0]), b & low, (a >> u(32)) ^ x[3] ^ u(keys[1]), a & low]
+        keys = [(keys[0] + 0x9E3779B9) & 0xFFFFFFFF, (keys[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return x[0]
+
+
+def kept(seed: int, rows: int, cols: int, first_row: int, head: int, dropout: float) -> Tensor:
+    """Which weights dropout keeps, `rows cols`; head counts over the batch."""
+    words = philox(seed, np.arange(cols)[None, :], (first_row + np.arange(rows))[:, None], head)
+    return torch.from_numpy((words >> np.uint64(8)).astype(np.float64) * 2.0**-24 >= np.float32(dropout))
+
+
+@dataclass
+class Part:
+    """One sequence's queries, keys and values `rows heads dim`, and where it lies."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    number: int
+    first: int  # row of q
+    batch: int
+
+
+def sequences(x: Inputs) -> Iterator[Part]:
+    c, o = x.case, x.options
+    first_q = first_k = 0
+    for n, (queries, keys) in enumerate(c.sequences):
+        q = x.q[first_q : first_q + queries] if c.packed else x.q[n]
+        if c.paged:
+            pages = o["block_table"][n, : -(-keys // c.page)].tolist()
+            k, v = (torch.cat([t[p] for p in pages])[:keys] if pages else t[0][:0] for t in (x.k, x.v))
+        elif c.packed:
+            k, v = x.k[first_k : first_k + keys], x.v[first_k : first_k + keys]
+        else:
+            k, v = x.k[n, :keys], x.v[n, :keys]
+        batch = 0 if c.packed else n
+        q, k, v = (scaled(t, o.get(f"{name}_scale"), batch) for name, t in (("q", q), ("k", k), ("v", v)))
+        yield Part(q, k, v, n, first_q, batch)
+        first_q, first_k = first_q + queries * c.packed, first_k + keys
+
+
+def scaled(t: Tensor, scale: Tensor | None, batch: int) -> Tensor:
+    return t if scale is None else t * scale[batch if scale.shape[0] > 1 else 0, :, None].to(t.dtype)
+
+
+def in_window(x: Inputs, s: Part) -> Tensor:
+    """Which keys each query may attend by its place, query by query."""
+    c, o, rows, cols = x.case, x.options, s.q.shape[0], s.k.shape[0]
+    left, right = (-1, -1) if c.window is None else c.window
+    right = 0 if c.causal else right
+    ok = torch.zeros(rows, cols, dtype=torch.bool)
+    prefix = int(o["prefix_lens"][s.number]) if c.prefix else 0
+    for i in range(rows):
+        place = i + cols - rows
+        start = 0 if left < 0 else max(0, place - left)
+        end = cols if right < 0 else min(cols, max(place + right + 1, prefix))
+        ok[i, start : max(start, end)] = True
+    return ok
+
+
+def allowed(x: Inputs, s: Part, head: int, ok: Tensor) -> Tensor:
+    """Those of them that a mask and a block map leave."""
+    c, o, rows, cols = x.case, x.options, s.q.shape[0], s.k.shape[0]
+    if c.mask:
+        mask = o["mask"][:, None, None] if o["mask"].dim() == 2 else o["mask"]
+        mask = at(mask, s.batch, head, rows, cols)
+        ok = ok & (mask if mask.dtype is torch.bool else mask > -1e38)
+    if c.block_map:
+        whole = at(o["block_map"], s.batch, head, None, None)
+        ok = ok & whole.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:rows, :cols]
+    return ok
+
+
+def at(t: Tensor, batch: int, head: int, rows: int | None, cols: int | None) -> Tensor:
+    """The part of a tensor `1|batch 1|heads rows cols` that one head sees."""
+    t = t[batch if t.shape[0] > 1 else 0, head if t.shape[1] > 1 else 0]
+    return t if rows is None else t[:, :cols].expand(rows, cols)
+
+
+def formula(x: Inputs) -> tuple[Tensor, Tensor]:
+    """out and lse in the dtype of q; rows that attend nothing: 0 and -inf. Softmax in fp32, as plain torch has it."""
+    c, o = x.case, x.options
+    dtype, group = x.q.dtype, c.heads // c.kv_heads
+    wide = torch.promote_types(dtype, torch.float32)
+    scale = c.head_dim**-0.5 if c.scale is None else c.scale
+    outs, lses = [], []
+    for s in sequences(x):
+        rows, cols = s.q.shape[0], s.k.shape[0]
+        place = torch.arange(rows)[:, None] + (cols - rows)
+        near = in_window(x, s)
+        y, z = [], []
+        for h in range(c.heads):
+            ok = allowed(x, s, h, near)
+            live = ok.any(0)[:, None]
+            k, v = (torch.where(live, t[:, h // group], 0) for t in (s.k, s.v))
+            logits = s.q[:, h] @ k.T * scale
+            if c.softcap:
+                logits = c.softcap * torch.tanh(logits / c.softcap)
+            if c.alibi:
+                slopes = o["alibi_slopes"]
+                slope = slopes[h] if slopes.dim() == 1 else slopes[s.batch, h]
+                logits = logits - (slope * (place - torch.arange(cols)).abs()).to(dtype)
+            if c.bias:
+                logits = logits + at(o["bias"], s.batch, h, rows, cols).to(dtype)
+            if c.mask.endswith("added"):
+                logits = logits + at(o["mask"], s.batch, h, rows, cols).to(dtype).masked_fill(~ok, 0)
+            logits = logits.to(wide).masked_fill(~ok, -math.inf)
+            sink = o["sinks"][h].to(wide).reshape(1, 1).expand(rows, 1) if c.sinks else logits.new_zeros(rows, 0)
+            logits = torch.cat((logits, sink), 1)
+            dead = (logits == -math.inf).all(1, keepdim=True)
+            logits = torch.where(dead, 0, logits)
+            weights = (torch.softmax(logits, 1) * ~dead)[:, :cols].to(dtype)
+            if c.dropout:
+                keep = kept(x.seed, rows, cols, s.first, s.batch * c.heads + h, c.dropout)
+                weights = weights * keep / (1 - c.dropout)
+            y.append(weights @ v)
+            total = logits.logsumexp(1) if logits.shape[1] else logits.new_zeros(rows)
+            z.append(total.masked_fill(dead[:, 0], -math.inf))
+        outs.append(torch.stack(y, 1))
+        lses.append(torch.stack(z))
+    if not c.packed:
+        return (torch.stack(outs), torch.stack(lses)) if outs else (x.q.new_zeros(0, c.seq, c.heads, c.out_dim),
+                                                                    x.q.new_zeros(0, c.heads, c.seq, dtype=wide))  # fmt: skip
+    tail = x.q.shape[0] - sum(n for n, _ in c.lengths)
+    outs.append(x.q.new_zeros(tail, c.heads, c.out_dim))
+    lses.append(x.q.new_full((c.heads, tail), -math.inf, dtype=wide))
+    return torch.cat(outs), torch.cat(lses, 1)
+
+
+def with_gradients(run: Callable[[Inputs], Any], x: Inputs) -> dict[str, Tensor]:
+    """out, lse and, where the case has them, the gradients of everything that has one."""
+    if x.case.forward_only:
+        with torch.no_grad():
+            out, lse = run(x)
+        return {"out": out, "lse": lse}
+    leaves = {n: t.detach().requires_grad_() for n in GRADIENTS if (t := x.tensor(n)) is not None}
+    out, lse = run(x.with_(**leaves))
+    grads = torch.autograd.grad(out, list(leaves.values()), x.grad)
+    return {"out": out.detach(), "lse": lse.detach(), **{f"grad_{n}": g for n, g in zip(leaves, grads)}}
+
+
+@functools.lru_cache(maxsize=64)
+def exact(case: Case) -> dict[str, Tensor]:
+    """What the formula gives in float64."""
+
+    def double(t: Tensor) -> Tensor:
+        return t.double() if t.is_floating_point() else t
+
+    return with_gradients(formula, case.inputs().changed(double))
+
+
+@functools.lru_cache(maxsize=64)
+def plain(case: Case) -> dict[str, Tensor]:
+    """What plain torch gives in the dtype of the case; fp8 as bf16."""
+    return with_gradients(formula, case.inputs().changed(lambda t: t.bfloat16() if t.dtype is FP8 else t))
+
+
+# ---- holding an implementation to it -----------------------------------------------------------------------------------------
+
+
+def public(x: Inputs) -> tuple[Tensor, Tensor]:
+    """fusedblock.attention on the inputs, with their seed."""
+    import fusedblock
+    from fusedblock import attention_functions
+
+    def seed(device: torch.device) -> Tensor:
+        return torch.tensor([x.seed], device=device)
+
+    with mock.patch.object(attention_functions, "draw_seed", seed):
+        return fusedblock.attention(x.q, x.k, x.v, **x.keywords(), return_lse=True)
+
+
+def by_op(name: str = "attention") -> Callable[[Inputs], tuple[Tensor, Tensor]]:
+    """The registered op itself, past the public function."""
+
+    def run(x: Inputs) -> tuple[Tensor, Tensor]:
+        from fusedblock import ops
+
+        out, lse = ops.dispatched(name, *x.op_args())
+        return (out[0], lse[0]) if x.case.packed else (out, lse)
+
+    return run
+
+
+def at_target(target: str) -> contextlib.AbstractContextManager[Any]:
+    return interpret(TARGETS[target]) if target in TARGETS else contextlib.nullcontext()
+
+
+def results(case: Case, target: str, run: Callable[[Inputs], Any] = public, layout=lambda t: t) -> dict[str, Tensor]:
+    """By the kernels interpreted for a target, on the GPU ("cuda", same strides) or by the reference ("cpu")."""
+    x = case.inputs().changed(layout)
+    if target == "cuda":
+        x = x.changed(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda").copy_(t))
+    with at_target(target):
+        got = with_gradients(run, x)
+    return {n: t.cpu() for n, t in got.items()}
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """Relative, over the tensor; what is not finite must be the same."""
+    assert got.shape == want.shape
+    got, finite = got.double(), want.isfinite()
+    assert torch.equal(got[~finite], want[~finite]), "the places that are not finite differ"
+    assert got[finite].isfinite().all(), "not finite where it should be"
+    difference = torch.linalg.vector_norm((got - want)[finite])
+    return float(difference / torch.linalg.vector_norm(want[finite])) if difference else 0.0
+
+
+def limit(case: Case, name: str, want: Tensor) -> float:
+    """fp64 1e-12, fp32 1e-5; fp16 and bf16 1.5 times what plain torch errs, or one rounding of the result where that is more."""
+    if case.dtype is torch.float64:
+        return 1e-12
+    if case.dtype is torch.float32 or name == "lse":
+        return 1e-5
+    found = plain(case)[name]
+    allowed = max(1.5 * error(found, want), torch.finfo(found.dtype).eps / 2)
+    assert allowed < 0.06, f"{name}: plain torch itself is too wrong to compare with"
+    return allowed
+
+
+def check(case: Case, target: str = "cpu", run: Callable[[Inputs], Any] = public, layout=lambda t: t) -> None:
+    """Asserts dtype and values of out, lse and every gradient."""
+    x, want = case.inputs(), exact(case)
+    got = results(case, target, run, layout)
+    assert list(got) == list(want)
+    half = torch.bfloat16 if case.dtype is FP8 else case.dtype
+    dtypes = {"out": half, "lse": torch.promote_types(half, torch.float32)}
+    for name, value in want.items():
+        own = x.tensor(name.removeprefix("grad_"))
+        assert got[name].dtype == (dtypes[name] if name in dtypes else own.dtype), name
+        most, found = limit(case, name, value), error(got[name], value)
+        assert found <= most, f"{name} of {case}: error {found:.2e}, at most {most:.2e}"
+
+
+# ---- lists -------------------------------------------------------------------------------------------------------------------
+
+# One option each, by name; what two of them name apart goes together unless `meaningful` says otherwise.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "window": {"window": (9, 4)},
+    "left": {"window": (12, 0)},
+    "right": {"window": (-1, 3)},
+    "softcap": {"softcap": 0.7},
+    "sinks": {"sinks": True},
+    "alibi": {"alibi": "heads"},
+    "alibi-batch": {"alibi": "batch"},
+    **{f"bias-{b}": {"bias": b} for b in BIASES[:-1]},
+    "bias-column": {"bias": "column", "sinks": True},  # without sinks, one number for all keys changes nothing
+    **{f"mask-{m}": {"mask": m} for m in MASKS},
+    **{f"block-map-{m}": {"block_map": m, "seq": 140, "context": 270} for m in ("both", "heads", "full")},
+    "prefix": {"prefix": True, "causal": True},
+    "seqused": {"seqused": True, "batch": 4},
+    "dropout": {"dropout": 0.3},
+    "packed": {"layout": "packed"},
+    "paged": {"layout": "paged", "batch": 4},
+    "packed-paged": {"layout": "packed-paged"},
+    "v-wider": {"head_dim": 24, "v_dim": 40},
+    "v-narrower": {"head_dim": 48, "v_dim": 16},
+    "mha": {"heads": 2, "kv_heads": 2},
+    "mqa": {"heads": 6, "kv_heads": 1},
+    "scale": {"scale": 0.1},
+    "fp8": {"dtype": FP8},
+}
+# Of one kind only: two of them are not an option each.
+KINDS = ("bias", "mask", "block-map", "alibi", "v-")
+
+
+def meaningful(case: Case) -> bool:
+    """Whether the combination is one that the function takes; the others raise (REFUSED has one of each)."""
+    dense = bool(case.mask or case.bias or case.block_map)
+    left = -1 if case.window is None else case.window[0]
+    return not (
+        (case.packed or case.paged) and dense or case.packed and (case.prefix or case.alibi == "batch") or case.prefix and left >= 0
+    )
+
+
+def alone(**common: Any) -> list[Case]:
+    return [Case(**{**common, **option}) for option in OPTIONS.values()]
+
+
+def pairs(**common: Any) -> list[Case]:
+    """Every two options that go together, once."""
+    found = {}
+    names = list(OPTIONS)
+    for i, a in enumerate(names):
+        for b in names[i + 1 :]:
+            if any(a.startswith(kind) and b.startswith(kind) for kind in KINDS):
+                continue
+            one, other = OPTIONS[a], OPTIONS[b]
+            if any(one[n] != other[n] for n in one.keys() & other.keys() - {"batch", "causal"}):
+                continue
+            case = Case(**{**common, **one, **other})
+            if meaningful(case):
+                found[case] = None
+    return list(found)
+
+
+HEAD_DIMS = [(8, 0), (40, 0), (64, 0), (80, 0), (96, 0), (128, 0), (192, 128), (256, 0), (512, 0), (576, 512), (8, 256), (128, 64)]
+SIZES = [(1, 1), (1, 127), (127, 1), (1, 300), (127, 129), (129, 127), (128, 128), (17, 5), (200, 60), (60, 200)]
+
+
+def head_dims(dtype: torch.dtype = torch.bfloat16, **common: Any) -> list[Case]:
+    return [Case(**{"seq": 20, "context": 70, "batch": 1, "heads": 2, "kv_heads": 1, "causal": True, "head_dim": d, "v_dim": v,
+                    "dtype": dtype, **common}) for d, v in HEAD_DIMS]  # fmt: skip
+
+
+def sizes(**common: Any) -> list[Case]:
+    """Odd numbers of queries and keys, causal and not; causal with more queries than keys leaves rows that attend nothing."""
+    plain = {"batch": 1, "heads": 2, "kv_heads": 1, **common}
+    return [Case(seq=s, context=t, causal=causal, **plain) for s, t in SIZES for causal in (False, True)]
