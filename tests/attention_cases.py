@@ -139,9 +139,8 @@ class Inputs:
     def op_args(self) -> tuple[Any, ...]:
         """Positional arguments of the ops `attention` and `decode_attention`."""
         c, o = self.case, dict(self.options)
-        q, k, v = (t[None] if c.packed and n not in (c.paged and "kv") else t for n, t in zip("qkv", (self.q, self.k, self.v)))
-        if c.packed and c.paged:
-            k, v = self.k, self.v
+        q = self.q[None] if c.packed else self.q
+        k, v = (t[None] if c.layout == "packed" else t for t in (self.k, self.v))
         mask = o.get("mask")
         if mask is not None:
             mask = mask[:, None, None] if mask.dim() == 2 else mask
@@ -244,7 +243,7 @@ def philox(seed: int, key: np.ndarray, row: np.ndarray, head: int) -> np.ndarray
     """First word of Philox4x32-10 for the counter (key, row, head, 0), in 64-bit unsigned integers."""
     u, low = np.uint64, np.uint64(0xFFFFFFFF)
     shape = np.broadcast_shapes(key.shape, row.shape)
-    x = [np.broadcast_to(key, shape).astype(u), np.broadcast_to(row, shape).astype(u), np.full(shape, head, u), np.zeros(shape, u)]
+    x = [*(np.broadcast_to(n, shape).astype(u) for n in (key, row)), np.full(shape, head, u), np.zeros(shape, u)]
     keys = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF]
     for _ in range(10):
         a, b = x[0] * u(0xD2511F53), x[2] * u(0xCD9E8D57)
@@ -517,11 +516,11 @@ KINDS = ("bias", "mask", "block-map", "alibi", "v-")
 
 def meaningful(case: Case) -> bool:
     """Whether the combination is one that the function takes; the others raise (REFUSED has one of each)."""
-    dense = bool(case.mask or case.bias or case.block_map)
-    left = -1 if case.window is None else case.window[0]
-    return not (
-        (case.packed or case.paged) and dense or case.packed and (case.prefix or case.alibi == "batch") or case.prefix and left >= 0
-    )
+    if (case.packed or case.paged) and (case.mask or case.bias or case.block_map):
+        return False
+    if case.packed and (case.prefix or case.alibi == "batch"):
+        return False
+    return not (case.prefix and case.window is not None and case.window[0] >= 0)
 
 
 def alone(**common: Any) -> list[Case]:
@@ -545,7 +544,9 @@ def pairs(**common: Any) -> list[Case]:
     return list(found)
 
 
-HEAD_DIMS = [(8, 0), (40, 0), (64, 0), (80, 0), (96, 0), (128, 0), (192, 128), (256, 0), (512, 0), (576, 512), (8, 256), (128, 64)]
+HEAD_DIMS = [
+    *((d, 0) for d in (8, 40, 64, 80, 96, 128, 256, 512)), *((192, 128), (576, 512), (8, 256), (128, 64))
+]  # fmt: skip
 SIZES = [(1, 1), (1, 127), (127, 1), (1, 300), (127, 129), (129, 127), (128, 128), (17, 5), (200, 60), (60, 200)]
 
 
