@@ -195,11 +195,11 @@ def composite_arguments(name: str, dtype: torch.dtype, batch: int = 2, seq: int 
     if name in ("block_front", "block_front_rows"):
         return (x, cos, sin, *w, *numbers)
     if name == "block":
-        return (x, cos, sin, mask, True, *w, *numbers)
+        return (x, cos, sin, mask, -1, 0, None, *w, *numbers)
     g = torch.Generator().manual_seed(3)
     q, k, v = (randn(batch, seq, n, 16, dtype=dtype, generator=g) for n in (4, 2, 2))
     rows = randn(batch * seq, spec.hidden, dtype=dtype, generator=g) if spec.norms == "attn_norm" else None
-    return (x, rows, q, k, v, mask, True, *w, *numbers)
+    return (x, rows, q, k, v, mask, -1, 0, None, *w, *numbers)
 
 
 COMPOSITES = ("block", "block_front", "block_back")

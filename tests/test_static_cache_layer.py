@@ -39,7 +39,8 @@ def test_slots_are_filled_and_attended(masked: bool) -> None:
     with interpret(TARGETS["sm_90"]), torch.no_grad():
         q, k, v = core._compose_front(ops.direct, SPEC, w, x, cos, sin)
         keys, values = (t.transpose(1, 2) for t in caches[0].update(k.transpose(1, 2), v.transpose(1, 2), 0))
-        want = core._compose_back(ops.direct, SPEC, w, x, None, q, keys, values, ops.normalise_mask(mask, q, keys), False)
+        scope = ops.normalise_mask(mask, q, keys), -1, -1, None
+        want = core._compose_back(ops.direct, SPEC, w, x, None, q, keys, values, *scope)
         got, program = _replay.record(lambda: compose(1), inputs(1))
         assert torch.equal(got, want)
         assert program is not None and len(program.steps) == 8

@@ -30,7 +30,7 @@ class BlockWeights(NamedTuple):
     q `heads*head_dim hidden`; k, v `kv_heads*head_dim hidden`; o `hidden heads*head_dim`; gate, up `ffn hidden`; down
     `hidden ffn`; all the other way round with BlockSpec.transposed. With a fused qkv_layout, q is the one weight of all three;
     with mlp "gated_stacked", up is gate and up. Norms `hidden`; q_norm, k_norm `head_dim`, `heads head_dim` or, for qk_norm
-    "full", `heads*head_dim`. Biases by their rows.
+    "full", `heads*head_dim`. Biases by their rows. sinks `heads`: a logit of one more key, whose value is 0.
     """
 
     q: Tensor
@@ -57,6 +57,17 @@ class BlockWeights(NamedTuple):
     attn_out_norm_bias: Tensor | None = None
     mlp_norm_bias: Tensor | None = None
     mlp_out_norm_bias: Tensor | None = None
+    sinks: Tensor | None = None
+
+
+class Scope(NamedTuple):
+    """Which keys a query sees: a mask that the operators take; how many before and after its own, -1: all; int32 boundaries of
+    sequences, `segments+1`, among the tokens of the whole batch."""
+
+    mask: Tensor | None
+    left: int
+    right: int
+    cu_seqlens: Tensor | None
 
 
 class Slots(NamedTuple):
@@ -67,8 +78,8 @@ class Slots(NamedTuple):
     length: Tensor
 
 
-# Norms multiply in the dtype they are kept in; everything else is cast to the compute dtype under autocast.
-_NORMS = frozenset(n for n in BlockWeights._fields if "_norm" in n)
+# Norms multiply in the dtype they are kept in, sinks are a logit; everything else is cast to the compute dtype under autocast.
+_KEPT = frozenset(n for n in BlockWeights._fields if "_norm" in n or n == "sinks")
 
 
 @torch.compiler.assume_constant_result
@@ -77,13 +88,14 @@ def _target_of(device: torch.device) -> Any:
     return ops.target_of(device)
 
 
-def _plan(spec: BlockSpec, x: Tensor, context: int, training: bool, masked: bool, compute: torch.dtype, own: Own) -> Plan:
+def _plan(spec: BlockSpec, x: Tensor, context: int, training: bool, scope: Scope, compute: torch.dtype, own: Own) -> Plan:
     target, (batch, seq) = _target_of(x.device), x.shape[:2]
     # Sizes that torch.compile keeps symbolic have no hash, and it warns of caches.
     symbolic = any(isinstance(n, torch.SymInt) for n in (batch, seq, context))
     choose = plan.__wrapped__ if symbolic or torch.compiler.is_compiling() else plan
-    return choose(spec, batch=batch, seq=seq, context=context, dtype=compute, training=training, target=target, masked=masked,
-                  autocast=compute is not x.dtype, own=tuple(own))  # fmt: skip
+    return choose(spec, batch=batch, seq=seq, context=context, dtype=compute, training=training, target=target,
+                  masked=scope.mask is not None, packed=scope.cu_seqlens is not None, autocast=compute is not x.dtype,
+                  own=tuple(own))  # fmt: skip
 
 
 def _norm(call: Call, spec: BlockSpec, w: BlockWeights, name: str, x: Tensor, training: bool, *,
@@ -202,12 +214,18 @@ def _branch(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, matrix: str
     return (_norm(call, spec, w, out_norm, out[0], training, residual=residual if inside else None),)
 
 
+def _attend(call: Call, op: str, spec: BlockSpec, w: BlockWeights, q: Tensor, k: Tensor, v: Tensor, scope: Scope) -> Tensor:
+    if scope.cu_seqlens is not None or scope.left >= 0 or scope.right > 0 or spec.softcap or w.sinks is not None:
+        raise NotImplementedError("attention: windows, softcap, sinks and packed sequences")
+    return call(op, q, k, v, scope.mask, scope.right == 0, spec.scale)[0]
+
+
 def _back(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, rows: Tensor, q: Tensor, k: Tensor, v: Tensor,
-          mask: Tensor | None, causal: bool, training: bool, own: Own = _NONE) -> Tensor:  # fmt: skip
+          scope: Scope, training: bool, own: Own = _NONE) -> Tensor:  # fmt: skip
     compute = w.q.dtype
-    steps = _plan(spec, x, k.shape[1], training, mask is not None, compute, own)
+    steps = _plan(spec, x, k.shape[1], training, scope, compute, own)
     stream = x.reshape(-1, spec.hidden)
-    a, _ = call("decode_attention" if steps.decode else "attention", q, k, v, mask, causal, spec.scale)
+    a = _attend(call, "decode_attention" if steps.decode else "attention", spec, w, q, k, v, scope)
     a = a.reshape(stream.shape[0], spec.heads * spec.head_dim)
     gamma = w.mlp_norm if steps.row_statistics else None
     h, *statistics = _branch(call, spec, w, a, "o", "attn_out_norm", stream, training, own, gamma)
@@ -284,14 +302,14 @@ def _shares_rows(spec: BlockSpec) -> bool:
 
 
 def _compose_back(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, rows: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
-                  mask: Tensor | None, causal: bool) -> Any:  # fmt: skip
-    return _back(call, spec, w, x, x.reshape(-1, spec.hidden) if rows is None else rows, q, k, v, mask, causal, False)
+                  *scope: Any) -> Any:  # fmt: skip
+    return _back(call, spec, w, x, x.reshape(-1, spec.hidden) if rows is None else rows, q, k, v, Scope(*scope), False)
 
 
 def _compose_block(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, cos: Tensor | None, sin: Tensor | None,
-                   mask: Tensor | None, causal: bool) -> Any:  # fmt: skip
+                   *scope: Any) -> Any:  # fmt: skip
     q, k, v, rows = _front(call, spec, w, x, cos, sin, False)
-    return _back(call, spec, w, x, rows, q, k, v, mask, causal, False)
+    return _back(call, spec, w, x, rows, q, k, v, Scope(*scope), False)
 
 
 def _compose_slots(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, cos: Tensor | None, sin: Tensor | None,
@@ -299,20 +317,20 @@ def _compose_slots(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, cos:
     q, k, v, rows = _front(call, spec, w, x, cos, sin, False)
     ops.store_slots(k, v, keys, values, length)
     k, v = keys.transpose(1, 2), values.transpose(1, 2)
-    return _back(call, spec, w, x, rows, q, k, v, ops.normalise_mask(mask, q, k), False, False)
+    return _back(call, spec, w, x, rows, q, k, v, Scope(ops.normalise_mask(mask, q, k), -1, -1, None), False)
 
 
 # No operator: it writes into its arguments, and who looks on sees the cache's own update instead.
 _block_slots = ops.Composite("block_slots", None, _composed(_compose_slots, 7))
+_SCOPE = [("mask", _O), ("left", int), ("right", int), ("cu_seqlens", _O)]
 _FRONT = [("x", _T), ("cos", _O), ("sin", _O)]
 _block_front = _composite("block_front", _FRONT, 3, _compose_front)
 _block_front_rows = _composite("block_front_rows", _FRONT, 4, _compose_front_rows)
 _block_back = _composite(  # fmt: skip
     "block_back",
-    [("x", _T), ("rows", _O), ("q_states", _T), ("k_states", _T), ("v_states", _T), ("mask", _O), ("causal", bool)], 1,
-    _compose_back,
+    [("x", _T), ("rows", _O), ("q_states", _T), ("k_states", _T), ("v_states", _T), *_SCOPE], 1, _compose_back,
 )
-_block = _composite("block", [("x", _T), ("cos", _O), ("sin", _O), ("mask", _O), ("causal", bool)], 1, _compose_block)
+_block = _composite("block", [*_FRONT, *_SCOPE], 1, _compose_block)
 
 
 for _name in ("block_front", "block_front_rows", "block_back", "block"):
@@ -324,14 +342,14 @@ def _numbers(spec: BlockSpec) -> tuple[Any, ...]:
 
 
 def _cast(w: BlockWeights, dtype: torch.dtype) -> BlockWeights:
-    """Matrices and biases in dtype, norms as they are. To autograd the casts are steps of their own."""
-    cast: list[Any] = [t if t is None or n in _NORMS else t.to(dtype) for n, t in zip(w._fields, w)]
+    """Matrices and biases in dtype, norms and sinks as they are. To autograd the casts are steps of their own."""
+    cast: list[Any] = [t if t is None or n in _KEPT else t.to(dtype) for n, t in zip(w._fields, w)]
     return BlockWeights(*cast)
 
 
 def forward(
     spec: BlockSpec, weights: BlockWeights, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None, *,
-    mask: Tensor | None = None, causal: bool = True,
+    mask: Tensor | None = None, causal: bool = True, windowed: bool = True, cu_seqlens: Tensor | None = None,
     update: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None, compute_dtype: torch.dtype | None = None,
     own: Own = _NONE, kept: ops.Fixed | None = None, slots: Slots | None = None,
 ) -> Tensor:  # fmt: skip
@@ -339,16 +357,20 @@ def forward(
     it that spec says.
 
     x `batch seq hidden`; cos and sin `batch|1 seq rotary` (None without rope), their columns repeated as spec.tables says; mask
-    and causal as in fusedblock.ops.attention. update, if given, receives the new keys and values in HF's cache layout
-    `batch kv_heads seq head_dim` and returns all keys and values to attend to in that layout. compute_dtype: multiply in this
-    dtype while x, the residual stream and the norms keep theirs, as under autocast. own: linear layers, by their weight's name,
-    that are more than a product (adapters): functions of `batch seq in_features` that return `batch seq out_features`; their
-    weights are then read for sizes only. kept: fixed(spec, weights), of an earlier call. slots: what update would fill, and
-    return, if that is all that it does. Returns `batch seq hidden`.
+    and causal as in fusedblock.attention. windowed: whether the window of spec holds, beside the mask. cu_seqlens: int32
+    `segments+1`, the boundaries of packed sequences among all tokens of the batch. update, if given, receives the new keys and
+    values in HF's cache layout `batch kv_heads seq head_dim` and returns all keys and values to attend to in that layout.
+    compute_dtype: multiply in this dtype while x, the residual stream and the norms keep theirs, as under autocast. own: linear
+    layers, by their weight's name, that are more than a product (adapters): functions of `batch seq in_features` that return
+    `batch seq out_features`; their weights are then read for sizes only. kept: fixed(spec, weights), of an earlier call. slots:
+    what update would fill, and return, if that is all that it does. Returns `batch seq hidden`.
     Without gradients the layer is one registered op (two around update). Raises ShapeError or ValueError naming the argument.
     """
     if spec.rope and cos is not None and sin is not None and debug.watching(x):
         debug.check_tables(cos, sin, spec.tables)
+    left, right = (spec.window_left, spec.window_right) if windowed else (-1, -1)
+    if causal:
+        right = 0
     grad = torch.is_grad_enabled() and (x.requires_grad or any(t is not None and t.requires_grad for t in weights))
     if own:  # 3-D as without us: what an adapter does may depend on the position
         own = {name: _by_rows(function, x.shape[:2]) for name, function in own.items()}
@@ -358,21 +380,24 @@ def forward(
         q, k, v, rows = _front(ops.dispatched, spec, w, x, cos, sin, grad, own)
         k, v = (t.to(w.q.dtype) for t in _through(update, k, v))  # a cache may be older than autocast
         learned = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
-        return _back(ops.dispatched, spec, w, x, rows, q, k, v, ops.normalise_mask(mask, q, k), causal, grad or learned, own)
+        scope = Scope(ops.normalise_mask(mask, q, k), left, right, cu_seqlens)
+        return _back(ops.dispatched, spec, w, x, rows, q, k, v, scope, grad or learned, own)
     if update is None:
         m = mask if mask is None or mask.dim() == 4 else mask[:, None, None, :]
-        return _run(_block, spec, weights, kept, x, cos, sin, m, causal)
-    if slots is not None and not causal and not torch.compiler.is_compiling():
+        return _run(_block, spec, weights, kept, x, cos, sin, m, left, right, cu_seqlens)
+    whole = left < 0 and right < 0 and cu_seqlens is None  # what the mask lets be seen
+    if slots is not None and whole and not torch.compiler.is_compiling():
         known, given = kept or fixed(spec, weights), (x, cos, sin, mask, *slots)
         if ops.fits_slots(x.shape[0] * x.shape[1] * spec.kv_heads * spec.head_dim) and _block_slots.unseen(given, known):
             return _block_slots.replay(given, known)
     front = _block_front_rows if _shares_rows(spec) else _block_front
     q, k, v, *rest = _run(front, spec, weights, kept, x, cos, sin)
     k, v = _through(update, k, v)
+    scope = Scope(ops.normalise_mask(mask, q, k), left, right, cu_seqlens)
     if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):  # learned keys and values: prefix tuning
         rows = rest[0] if rest else x.reshape(-1, spec.hidden)
-        return _back(ops.dispatched, spec, weights, x, rows, q, k, v, ops.normalise_mask(mask, q, k), causal, True)
-    return _run(_block_back, spec, weights, kept, x, rest[0] if rest else None, q, k, v, ops.normalise_mask(mask, q, k), causal)
+        return _back(ops.dispatched, spec, weights, x, rows, q, k, v, scope, True)
+    return _run(_block_back, spec, weights, kept, x, rest[0] if rest else None, q, k, v, *scope)
 
 
 def _through(update: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -32,6 +32,8 @@ class BlockSpec:
     rope: "", "half" or "interleaved". tables: how cos and sin repeat columns: "halves", "repeat" (each twice), "short" (no).
     mlp: "gated", "gated_stacked" (one weight, rows of gate, then of up) or "plain" (two layers).
     norms: those of attn_norm, attn_out_norm, mlp_norm and mlp_out_norm that the layer has, in this order.
+    softcap: the logits are softcap * tanh(logits / softcap); 0: as they are.
+    window_left, window_right: how many keys before and after its own a query sees; -1: all. A causal call has none after.
     """
 
     hidden: int
@@ -54,6 +56,9 @@ class BlockSpec:
     tables: str = "halves"
     mlp: str = "gated"
     norms: str = "attn_norm mlp_norm"
+    softcap: float = 0.0
+    window_left: int = -1
+    window_right: int = -1
 
 
 @dataclass(frozen=True)
@@ -110,28 +115,33 @@ def _why_apart(spec: BlockSpec, rows: int, dtype: torch.dtype, training: bool, a
 
 
 def _attention(spec: BlockSpec, seq: int, decode: bool, masked: bool) -> Launch:
+    kind = f", softcap {spec.softcap:g}" if spec.softcap else ""
+    if spec.window_left >= 0 or spec.window_right >= 0:
+        sides = [f"{n} {side}" for n, side in ((spec.window_left, "before"), (spec.window_right, "after")) if n >= 0]
+        kind += f", keys up to {' and '.join(sides)}" + (" if no mask of 4 axes says so" if masked else ": the rest is not read")
     if decode:
         why = f"{seq} queries a sequence: keys split over the GPU, heads of a group packed, the parts joined by a second launch"
         changes = f"gradients, batch_invariant, or more than {DECODE_ROWS} queries times heads of a group: tiles of queries"
-        return Launch("decode_attention", "attention", "triton", why, kernels=2, changes=changes)
+        return Launch("decode_attention", "attention", "triton", why + kind, kernels=2, changes=changes)
     why = "tiles of queries, the logits never leave the SM" + (", mask read by tile" if masked else "")
     changes = f"without gradients, at most {DECODE_ROWS} queries times heads of a group: keys split over the GPU"
-    return Launch("attention", "attention", "triton", why, changes=changes)
+    return Launch("attention", "attention", "triton", why + kind, changes=changes)
 
 
 @functools.lru_cache(maxsize=4096)
 def plan(
     spec: BlockSpec, *, batch: int, seq: int, context: int, dtype: torch.dtype, training: bool, target: Target,
-    masked: bool = False, autocast: bool = False, own: tuple[str, ...] = (),
+    masked: bool = False, packed: bool = False, autocast: bool = False, own: tuple[str, ...] = (),
 ) -> Plan:  # fmt: skip
     """What one layer launches for x `batch seq hidden` over `context` keys.
 
-    training: gradients are wanted. masked: an explicit mask comes with the call. autocast: the residual stream is of another
-    dtype than the products. own: weights of the linear layers that run themselves (adapters). Pure: equal arguments give an
+    training: gradients are wanted. masked: an explicit mask comes with the call. packed: boundaries of sequences do. autocast:
+    the residual stream is of another dtype than the products. own: weights of the linear layers that run themselves (adapters).
+    Pure: equal arguments give an
     equal plan.
     """
     invariant = target.batch_invariant
-    decode = not training and not invariant and seq * (spec.heads // spec.kv_heads) <= DECODE_ROWS
+    decode = not training and not invariant and not packed and seq * (spec.heads // spec.kv_heads) <= DECODE_ROWS
     alone = _why_apart(spec, batch * seq, dtype, training, autocast, own, target)
     statistics = alone is None
     rows = "one row a program, statistics in fp32"
