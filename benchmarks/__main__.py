@@ -1,18 +1,21 @@
-"""python -m benchmarks layer [--model NAME]... [--json FILE] [--quick] [--only REGEX] [--budget SECONDS] [--dry]"""
+"""python -m benchmarks layer [--model NAME]... | attention, each with [--json FILE] [--quick] [--only REGEX] [--budget SECONDS]
+[--dry]"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from . import layer
+from . import attention, layer
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Benchmarks on one GPU; see benchmarks/README.md.")
     commands = parser.add_subparsers(dest="command", required=True)
     layer.add_arguments(commands.add_parser("layer", help="decoder layers of three models, and operators, beside their peers"))
-    return layer.main(parser.parse_args())
+    attention.add_arguments(commands.add_parser("attention", help="attention in all its variants beside its peers"))
+    args = parser.parse_args()
+    return {"layer": layer, "attention": attention}[args.command].main(args)
 
 
 if __name__ == "__main__":

@@ -38,8 +38,9 @@ class Candidate:
 @dataclass
 class Case:
     """implementations: name -> builder, the yardstick first: the others' errors are held to its. reference: results in higher
-    precision, in the order in which the calls return them; built when first needed. host: how many calls in a row to time the
-    host with, 0 not to; host_only: not the device.
+    precision, in the order in which the calls return them; built when first needed. yardstick: results that errors are held to
+    instead of the first implementation's. host: how many calls in a row to time the host with, 0 not to; host_only: not the
+    device.
     """
 
     bench: str
@@ -51,6 +52,7 @@ class Case:
     model: str = "llama"
     host: int = 0
     host_only: bool = False
+    yardstick: Callable[[], list[Tensor]] | None = None
 
 
 @dataclass
@@ -115,6 +117,8 @@ def run(case: Case, settings: Settings) -> list[Row]:
             candidate = build()
             if reference is None:
                 reference = case.reference()
+                if case.yardstick is not None:
+                    allowed = errors(case.yardstick(), reference)
             _call(candidate.check_before)
             results = tensors(candidate.calls[0]())
             if candidate.checked:
@@ -130,10 +134,11 @@ def run(case: Case, settings: Settings) -> list[Row]:
         except ModuleNotFoundError as error:
             fact["status"] = f"not installed: {error.name}"
         except Exception as error:  # of any library: one failing peer must not end the run
-            fact["status"] = f"failed: {_reason(error)}"
+            fact["status"] = f"failed: {reason(error)}"
             if settings.on_gpu:
                 torch.cuda.synchronize()
-        settings.log(f"  {case.model}, {case.name}, {name}: {fact['status']} ({time.monotonic() - started:.0f} s)")
+        where = ", ".join(filter(None, (case.model, case.bench, case.name, name)))
+        settings.log(f"  {where}: {fact['status']} ({time.monotonic() - started:.0f} s)")
     del reference
     times = _times(case, good, facts, settings)
     if case.host:
@@ -163,9 +168,9 @@ def _times(
             return {**found, **_interleave(case, good, settings)}
         except Exception as error:
             torch.cuda.empty_cache()
-            broken = {name: reason for name, c in good.items() if (reason := _fails(case, name, c, settings))}
-            for name, reason in (broken or dict.fromkeys(good, _reason(error))).items():
-                facts[name]["status"] = f"failed while timed: {reason}"
+            broken = {name: why for name, c in good.items() if (why := _fails(case, name, c, settings))}
+            for name, why in (broken or dict.fromkeys(good, reason(error))).items():
+                facts[name]["status"] = f"failed while timed: {why}"
                 del good[name]
     return found
 
@@ -190,11 +195,11 @@ def _fails(case: Case, name: str, candidate: Candidate, settings: Settings) -> s
     try:
         _interleave(case, {name: candidate}, dataclasses.replace(settings, rounds=1))
     except Exception as error:
-        return _reason(error)
+        return reason(error)
     return None
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
 

@@ -12,7 +12,6 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,7 +61,7 @@ def main(args: argparse.Namespace) -> int:
         "models": {name: model.title for name, model in MODELS.items()},
         "ceilings": None if args.dry else dataclasses.asdict(measure_ceilings(device)),
     }
-    path = args.json or (None if args.dry else default_path(stamp))
+    path = args.json or (None if args.dry else rows.default_path("layer", stamp))
     wanted = re.compile(args.only)
     end, names = settings.deadline, args.model or list(MODELS)
 
@@ -92,11 +91,6 @@ def main(args: argparse.Namespace) -> int:
     print(f"{len(settings.rows)} rows in {extra['seconds']:.0f} s" + (f", {skipped} skipped: out of time" if skipped else "")
           + (f", written to {path}" if path else ""))  # fmt: skip
     return 0
-
-
-def default_path(stamp: rows.Stamp) -> Path:
-    name = re.sub(r"[^a-z0-9]+", "-", stamp.device.lower()).strip("-")
-    return rows.ROOT / "benchmarks" / "results" / f"layer-{name}-{stamp.date}.json"
 
 
 class _Cases:

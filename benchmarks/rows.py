@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import textwrap
 import time
@@ -27,7 +28,7 @@ class Row:
     ms: median of one call; spread: distance of the quartiles relative to it; method: "graph", "queue" or "host".
     tflops: FLOPs of the case's maths by the time; gbps: bytes that any implementation must move by the time: both have the
     same numerator for every implementation of a case. peak_mib: memory that one call takes beyond weights and inputs.
-    host_us: how long one eager call without gradients keeps the CPU, in microseconds: a median. model: a key of MODELS.
+    host_us: how long one eager call without gradients keeps the CPU, in microseconds: a median. model: a key of MODELS, or "".
     max_rel_error: the largest of norm(out - ref) / norm(ref) over the results. launches: kernels, copies and fills in the CUDA
     graph of one call.
     status: "ok", or why there is no time.
@@ -79,6 +80,18 @@ def commit() -> str | None:
         return None
 
 
+def failed(bench: str, case: str, impl: str, status: str, stamp: Stamp, model: str) -> Row:
+    """A row without numbers."""
+    return Row(bench, case, impl, ms=None, tflops=None, gbps=None, peak_mib=None, max_rel_error=None, spread=None, launches=None,
+               method=None, status=status, device=stamp.device, versions=stamp.versions, commit=stamp.commit, date=stamp.date,
+               model=model)  # fmt: skip
+
+
+def default_path(command: str, stamp: Stamp) -> Path:
+    name = re.sub(r"[^a-z0-9]+", "-", stamp.device.lower()).strip("-")
+    return ROOT / "benchmarks" / "results" / f"{command}-{name}-{stamp.date}.json"
+
+
 def write(path: str | os.PathLike[str], rows: Sequence[Row], extra: dict[str, Any]) -> None:
     """The whole file anew: one row a line. Called after each case, so that a run that is cut short leaves what it has."""
     lines = ",\n".join("  " + json.dumps(dataclasses.asdict(row)) for row in rows)
@@ -120,4 +133,4 @@ def text(rows: Sequence[Row]) -> str:
     ]
     header = ("implementation", "ms", "spread", "TFLOP/s", "GB/s", "peak MiB", "launches", "host us", "max rel error", "method",
               "status")  # fmt: skip
-    return table(f"{rows[0].model}, {rows[0].bench}: {rows[0].case}", header, cells)
+    return table(", ".join(filter(None, (rows[0].model, f"{rows[0].bench}: {rows[0].case}"))), header, cells)

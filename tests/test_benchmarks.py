@@ -53,12 +53,15 @@ def settings(seconds_left: float = 1e6) -> Settings:
     return Settings(stamp, CPU, 1.0, 3, time.monotonic() + seconds_left, timer=CpuTimer, log=lambda line: None)
 
 
-def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", ["layer", "attention"])
+def test_without_a_gpu_it_says_so(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["benchmarks", "layer"])
+    monkeypatch.setattr(sys, "argv", ["benchmarks", command])
     assert main() == 2
     captured = capsys.readouterr()
-    assert captured.out == "" and "no GPU" in captured.err and "--dry" in captured.err
+    assert captured.out == "" and f"benchmarks {command}: torch sees no GPU" in captured.err and "--dry" in captured.err
 
 
 ONLY = "^layer decode: B1 |^operator: (norm|attention|o) forward B1 S24"
@@ -423,7 +426,7 @@ def test_result_file_is_one_row_a_line(tmp_path: Path) -> None:
 
 
 def test_default_path_names_gpu_and_date() -> None:
-    path = layers.default_path(rows.Stamp("NVIDIA H200", {}, None, "2026-11-29"))
+    path = rows.default_path("layer", rows.Stamp("NVIDIA H200", {}, None, "2026-11-29"))
     assert path.relative_to(rows.ROOT).as_posix() == "benchmarks/results/layer-nvidia-h200-2026-11-29.json"
 
 
