@@ -101,8 +101,8 @@ class Case:
         used = [self.context, self.context // 3, 0, 1]
         return [(self.seq, min(self.context, used[b % 4])) for b in range(self.batch)]
 
-    def inputs(self) -> Inputs:
-        return _inputs(self)
+    def inputs(self, seed: int = 0) -> Inputs:
+        return _inputs(self, torch.Generator().manual_seed(seed))
 
 
 @dataclass
@@ -154,8 +154,7 @@ class Inputs:
         return (q, k, v, *(o.get(n) for n in TENSORS), seed, left, right, c.softcap, scale, c.dropout)
 
 
-def _inputs(c: Case) -> Inputs:
-    g = torch.Generator().manual_seed(0)
+def _inputs(c: Case, g: torch.Generator) -> Inputs:
     used = c.seqused or c.paged
 
     def randn(*shape: int) -> Tensor:
@@ -208,7 +207,8 @@ def _inputs(c: Case) -> Inputs:
             shape[axis] = 1
         options["bias"] = randn(*shape).to(c.dtype)
     if c.sinks:
-        options["sinks"] = randn(c.heads).to(torch.float32 if c.dtype is FP8 else c.dtype)
+        # Weighty beside a number for all keys, which would change nothing but for the sink.
+        options["sinks"] = (randn(c.heads) + 3 * (c.bias == "column")).to(torch.float32 if c.dtype is FP8 else c.dtype)
     if c.alibi:
         slopes = torch.rand(c.heads if c.alibi == "heads" else (c.batch, c.heads), generator=g)
         options["alibi_slopes"] = slopes.reshape(-1) if c.alibi == "heads" else slopes
@@ -389,19 +389,19 @@ def with_gradients(run: Callable[[Inputs], Any], x: Inputs) -> dict[str, Tensor]
 
 
 @functools.lru_cache(maxsize=64)
-def exact(case: Case) -> dict[str, Tensor]:
+def exact(case: Case, seed: int = 0) -> dict[str, Tensor]:
     """What the formula gives in float64."""
 
     def double(t: Tensor) -> Tensor:
         return t.double() if t.is_floating_point() else t
 
-    return with_gradients(formula, case.inputs().changed(double))
+    return with_gradients(formula, case.inputs(seed).changed(double))
 
 
 @functools.lru_cache(maxsize=64)
-def plain(case: Case) -> dict[str, Tensor]:
+def plain(case: Case, seed: int = 0) -> dict[str, Tensor]:
     """What plain torch gives in the dtype of the case; fp8 as bf16."""
-    return with_gradients(formula, case.inputs().changed(lambda t: t.bfloat16() if t.dtype is FP8 else t))
+    return with_gradients(formula, case.inputs(seed).changed(lambda t: t.bfloat16() if t.dtype is FP8 else t))
 
 
 # ---- holding an implementation to it -----------------------------------------------------------------------------------------
@@ -446,13 +446,14 @@ def results(case: Case, target: str, run: Callable[[Inputs], Any] = public, layo
 
 
 def error(got: Tensor, want: Tensor) -> float:
-    """Relative, over the tensor; what is not finite must be the same."""
+    """Relative, over the tensor (of zeros: the root of the mean square); what is not finite must be the same."""
     assert got.shape == want.shape
     got, finite = got.double(), want.isfinite()
     assert torch.equal(got[~finite], want[~finite]), "the places that are not finite differ"
     assert got[finite].isfinite().all(), "not finite where it should be"
     difference = torch.linalg.vector_norm((got - want)[finite])
-    return float(difference / torch.linalg.vector_norm(want[finite])) if difference else 0.0
+    size = torch.linalg.vector_norm(want[finite]) if want[finite].any() else want.numel() ** 0.5
+    return float(difference / size) if difference else 0.0
 
 
 def limit(case: Case, name: str, want: Tensor) -> float:
@@ -461,8 +462,10 @@ def limit(case: Case, name: str, want: Tensor) -> float:
         return 1e-12
     if case.dtype is torch.float32 or name == "lse":
         return 1e-5
-    found = plain(case)[name]
-    allowed = max(1.5 * error(found, want), torch.finfo(found.dtype).eps / 2)
+    # A gradient of a few numbers is a draw of a lottery: there, the largest error over some inputs.
+    seeds = range(5) if want.numel() < 64 else (0,)
+    errors = [error(plain(case, seed)[name], exact(case, seed)[name]) for seed in seeds]
+    allowed = max(1.5 * max(errors), torch.finfo(plain(case)[name].dtype).eps / 2)
     assert allowed < 0.06, f"{name}: plain torch itself is too wrong to compare with"
     return allowed
 
@@ -518,7 +521,7 @@ def meaningful(case: Case) -> bool:
     """Whether the combination is one that the function takes; the others raise (REFUSED has one of each)."""
     if (case.packed or case.paged) and (case.mask or case.bias or case.block_map):
         return False
-    if case.packed and (case.prefix or case.alibi == "batch"):
+    if case.packed and (case.prefix or case.alibi == "batch" or case.seqused and not case.paged):
         return False
     return not (case.prefix and case.window is not None and case.window[0] >= 0)
 
