@@ -1,45 +1,133 @@
-"""What the attention kernels share: tile loads, masking, argument checks."""
+"""What the attention kernels share on the host: axes of the arguments, their checks, work counts, facts for a launch."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from ._lang import tl, triton
+from . import _spec
+from ._attention_tiles import LOG2E, MAP_BLOCK, block_lists
+from ._lang import cdiv, next_power_of_2, tl
 from ._launch import contiguous_last, tma_ready
-from ._spec import Args, ShapeError, Sizes, accumulate_dtype
+from ._spec import Args, ShapeError, Sizes
 from ._target import Target
 
-QKV = {
+# Arguments of the ops in order, and their axes. Packed sequences: batch is 1, seq all tokens. k_batch: batch, or pages when paged.
+READS = {
     "q": "batch seq heads head_dim",
-    "k": "batch context kv_heads head_dim",
-    "v": "batch context kv_heads head_dim",
-    "mask": "1|batch 1|heads 1|seq context",
+    "k": "k_batch k_len kv_heads head_dim",
+    "v": "k_batch k_len kv_heads v_dim",
+    "mask": "1|batch 1|heads 1|seq k_len",
+    "bias": "1|batch 1|heads 1|seq 1|k_len",
+    "sinks": "heads",
+    "alibi_slopes": "1|batch heads",
+    "block_map": "1|batch 1|heads q_blocks k_blocks",
+    "prefix_lens": "batch",
+    "cu_seqlens_q": "boundaries",
+    "cu_seqlens_k": "boundaries",
+    "seqused_k": "sequences",
+    "block_table": "sequences max_pages",
+    "q_scale": "1|batch heads",
+    "k_scale": "1|batch kv_heads",
+    "v_scale": "1|batch kv_heads",
+    "seed": "one",
 }
-LOG2E = 1.4426950408889634
+OPTIONAL = frozenset(READS) - {"q", "k", "v"}
+DTYPES = (*_spec.DTYPES, _spec.FP8)
+NUMBERS = ("left", "right", "softcap", "scale", "dropout_p")
+_FLOATING = (torch.float32, torch.float16, torch.bfloat16)
+_DTYPES = {
+    "sinks": "floating", "bias": "floating", "alibi_slopes": torch.float32, "block_map": torch.bool, "q_scale": torch.float32,
+    "k_scale": torch.float32, "v_scale": torch.float32, "seed": torch.int64,
+    **dict.fromkeys(("prefix_lens", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table"), torch.int32),
+}  # fmt: skip
+# What cannot be given together, and why.
+_APART = (
+    *((name, "cu_seqlens_q", "it has no place for packed sequences") for name in ("mask", "bias", "block_map", "prefix_lens")),
+    *((name, "block_table", "it has no place for paged keys") for name in ("mask", "bias", "block_map")),
+    ("cu_seqlens_k", "block_table", "seqused_k gives the lengths of paged sequences"),
+    ("cu_seqlens_k", "seqused_k", "either bounds the keys"),
+)
 # An additive mask at or below this means "not attended". HF writes finfo.min, which in the base-2 units of the kernels
 # (times log2(e)) is beyond fp32.
 MASKED = -2.0e38
 
 
+def given(args: Args, *names: str) -> bool:
+    return any(args.get(name) is not None for name in names)
+
+
+def refuse_together(name: str, args: Args) -> None:
+    for one, other, why in _APART:
+        if args.get(one) is not None and args.get(other) is not None:
+            raise ValueError(f"{name}: {one} and {other} are both given; {why}")
+
+
 def check(name: str, sizes: Sizes, args: Args) -> dict[str, int]:
     """Everything about attention arguments that their axes alone do not say."""
-    heads, kv_heads, head_dim = sizes["heads"], sizes["kv_heads"], sizes["head_dim"]
+    heads, kv_heads = sizes["heads"], sizes["kv_heads"]
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"{name}: heads={heads} of q is not a multiple of kv_heads={kv_heads} of k and v")
-    if not 16 <= head_dim <= 256 or head_dim % 8:
-        raise ValueError(f"{name}: head_dim={head_dim} of q, k and v, expected a multiple of 8 from 16 to 256")
-    scale = args["scale"]
-    if not (scale > 0 and math.isfinite(scale)):
-        raise ValueError(f"{name}: scale={scale}, expected a positive finite number")
+    head_dim, v_dim = sizes["head_dim"], sizes["v_dim"]
+    if (not 8 <= head_dim <= 256 or head_dim % 8) and head_dim not in (512, 576):
+        raise ValueError(f"{name}: head_dim={head_dim} of q and k, expected a multiple of 8 from 8 to 256, 512 or 576")
+    if (not 8 <= v_dim <= 256 or v_dim % 8) and v_dim != 512:
+        raise ValueError(f"{name}: v_dim={v_dim} of v, expected a multiple of 8 from 8 to 256 or 512")
+    if not (args["scale"] > 0 and math.isfinite(args["scale"])):
+        raise ValueError(f"{name}: scale={args['scale']}, expected a positive finite number")
+    if not (args["softcap"] >= 0 and math.isfinite(args["softcap"])):
+        raise ValueError(f"{name}: softcap={args['softcap']}, expected 0 (none) or a positive finite number")
+    if not 0 <= args["dropout_p"] < 1:
+        raise ValueError(f"{name}: dropout_p={args['dropout_p']}, expected at least 0 and less than 1")
+    if args["dropout_p"] and args["seed"] is None:
+        raise ValueError(f"{name}: dropout_p={args['dropout_p']} needs a seed")
     mask = args["mask"]
     if mask is not None and mask.dtype is not torch.bool and not mask.is_floating_point():
         raise ValueError(f"{name}: mask has dtype {mask.dtype}, expected torch.bool or a floating dtype")
-    return {"group": heads // kv_heads}
+    for arg, dtype in _DTYPES.items():
+        t = args.get(arg)
+        if t is None or t.dtype is dtype or dtype == "floating" and t.dtype in (*_FLOATING, args["q"].dtype):
+            continue
+        expected = ", ".join(map(str, _FLOATING)) if dtype == "floating" else dtype
+        raise ValueError(f"{name}: {arg} has dtype {t.dtype}, expected {expected}")
+    refuse_together(name, args)
+    return {"group": heads // kv_heads, **_check_sequences(name, sizes, args)}
+
+
+def _check_sequences(name: str, sizes: Sizes, args: Args) -> dict[str, int]:
+    """What bounds the sequences, and that it fits the tensors' shapes."""
+    packed, paged = args.get("cu_seqlens_q") is not None, args.get("block_table") is not None
+    if args.get("cu_seqlens_k") is not None and not packed:
+        raise ValueError(f"{name}: cu_seqlens_k is given and cu_seqlens_q is not")
+    if packed and args.get("cu_seqlens_k") is None and not paged:
+        raise ValueError(f"{name}: cu_seqlens_q is given; it needs cu_seqlens_k, or block_table and seqused_k")
+    if paged and args.get("seqused_k") is None:
+        raise ValueError(f"{name}: block_table is given; it needs seqused_k, the length of every sequence")
+    if packed and sizes["batch"] != 1:
+        raise ShapeError(f"{name}: q has batch={sizes['batch']} with cu_seqlens_q, expected 1")
+    if packed and sizes["boundaries"] < 1:
+        raise ShapeError(f"{name}: cu_seqlens_q has shape (0,), expected one more than there are sequences")
+    if not paged and sizes["k_batch"] != sizes["batch"]:
+        raise ShapeError(f"{name}: k has batch={sizes['k_batch']}, but q has batch={sizes['batch']}")
+    sequences = sizes["boundaries"] - 1 if packed else sizes["batch"]
+    if sizes.get("sequences", sequences) != sequences:
+        arg = "seqused_k" if args.get("seqused_k") is not None else "block_table"
+        raise ShapeError(f"{name}: {arg} has {sizes['sequences']} sequences, but q has {sequences}")
+    if sizes.get("one", 1) != 1:
+        raise ShapeError(f"{name}: seed has shape ({sizes['one']},), expected (1,)")
+    if args.get("block_map") is not None:
+        found = sizes["q_blocks"], sizes["k_blocks"]
+        wanted = cdiv(sizes["seq"], MAP_BLOCK), cdiv(sizes["k_len"], MAP_BLOCK)
+        if found != wanted:
+            raise ShapeError(f"{name}: block_map has {found[0]} by {found[1]} blocks, but q and k have {wanted[0]} by {wanted[1]}")
+    if args.get("prefix_lens") is not None and args["left"] >= 0:
+        raise ValueError(f"{name}: prefix_lens and a window of left={args['left']} are both given; a prefix is seen by every query")
+    context = sizes["max_pages"] * sizes["k_len"] if paged else sizes["k_len"]
+    return {"context": context, "sequences": sequences}
 
 
 def normalise_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
@@ -71,19 +159,121 @@ def normalise_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     return mask.expand(-1, -1, -1, context)
 
 
-def allowed_pairs(seq: int, context: int, causal: bool) -> int:
-    """(query, key) pairs of one head that causal, aligned bottom-right, leaves."""
-    n = min(seq, context)
-    return n * (2 * context - n + 1) // 2 if causal else seq * context
+def _row_ranges(seq: int, context: int, left: int, right: int, prefix: int) -> tuple[range | list[int], list[int]]:
+    """First key and end of the keys of every query of one segment."""
+    offset = context - seq
+    ends = [context] * seq if right < 0 else [min(context, max(0, p + right + 1, prefix)) for p in range(offset, offset + seq)]
+    starts = [0] * seq if left < 0 else [max(0, p - left) for p in range(offset, offset + seq)]
+    return starts, ends
 
 
-def mask_facts(mask: Tensor | None) -> tuple[Any, tuple[int, ...], dict[str, Any]]:
-    """(kernel argument, its strides over batch, heads, seq, context, constexprs). Axes of size 1 get stride 0."""
-    if mask is None:
-        return None, (0, 0, 0, 0), {"MASK": 0, "PER_ROW": False}
-    strides = tuple(s if n > 1 else 0 for n, s in zip(mask.shape, mask.stride()))
-    kind = 1 if mask.dtype is torch.bool else 2
-    return mask.view(torch.uint8) if kind == 1 else mask, strides, {"MASK": kind, "PER_ROW": strides[2] != 0}
+def allowed_pairs(seq: int, context: int, left: int, right: int, prefix: int = 0) -> int:
+    """(query, key) pairs of one head and segment that windows, aligned bottom-right, leave."""
+    if left < 0 and right == 0 and not prefix:
+        n = min(seq, context)
+        return n * (2 * context - n + 1) // 2
+    if left < 0 and right < 0:
+        return seq * context
+    return sum(max(0, end - start) for start, end in zip(*_row_ranges(seq, context, left, right, prefix)))
+
+
+def _readable(t: Tensor | None) -> bool:
+    """Whether the values can be looked at: neither absent nor faked nor only a shape."""
+    return t is not None and not t.is_meta and type(t) is Tensor
+
+
+def lengths(sizes: Sizes, args: Args) -> list[tuple[int, int]]:
+    """(queries, keys) of every sequence; where the values cannot be read, in equal parts."""
+    n = sizes["sequences"]
+    if args.get("cu_seqlens_q") is None:
+        queries = [sizes["seq"]] * n
+    else:
+        cu = args["cu_seqlens_q"]
+        queries = cu.diff().tolist() if _readable(cu) else [sizes["seq"] // max(n, 1)] * n
+    bounds, used = args.get("cu_seqlens_k"), args.get("seqused_k")
+    if used is not None:
+        keys = used.tolist() if _readable(used) else [sizes["context"]] * n
+    elif bounds is not None:
+        keys = bounds.diff().tolist() if _readable(bounds) else [sizes["k_len"] // max(n, 1)] * n
+    else:
+        keys = [sizes["context"]] * n
+    return list(zip(queries, keys))
+
+
+def pairs(sizes: Sizes, args: Args) -> int:
+    """(query, key) pairs of one head over all sequences that windows, prefixes and the block map leave."""
+    left, right, block_map, prefix = args["left"], args["right"], args.get("block_map"), args.get("prefix_lens")
+    found = lengths(sizes, args)
+    before = prefix.tolist() if _readable(prefix) else [0] * len(found)
+    counts: dict[Any, int] = {}
+    total = 0
+    for key in zip(found, before):
+        if key not in counts:
+            counts[key] = allowed_pairs(*key[0], left, right, key[1])
+        total += counts[key]
+    if _readable(block_map) and total:
+        total = round(total * float(block_map.float().mean()))  # as if the blocks left out were average ones
+    return total
+
+
+def key_bytes(arg: str) -> Any:
+    """For a spec: the bytes of keys or values that sequences have, which may be fewer than the tensor's; None: the tensor's."""
+
+    def count(sizes: Sizes, args: Args) -> int | None:
+        if not given(args, "seqused_k"):
+            return None
+        t = args[arg]
+        return sum(n for _, n in lengths(sizes, args)) * sizes["kv_heads"] * t.shape[-1] * t.element_size()
+
+    return count
+
+
+def _strides(t: Tensor | None) -> tuple[Any, ...]:
+    """Strides of a mask or bias over batch, heads, rows, keys. Axes of size 1 get stride 0, and rows None where all are alike."""
+    if t is None:
+        return 0, 0, None, 0
+    b, h, s, k = (s if n > 1 else 0 for n, s in zip(t.shape, t.stride()))
+    return b, h, s or None, k
+
+
+def _batch_stride(t: Tensor | None) -> int:
+    """The stride over batch of a tensor `1|batch heads`."""
+    return 0 if t is None or t.shape[0] == 1 else t.stride(0)
+
+
+class Facts(NamedTuple):
+    """A kernel's arguments for the options: tensors, numbers, strides and constexprs, in the order the kernels take them."""
+
+    tensors: tuple[Tensor | None, ...]  # mask, bias, sinks, slopes, counts, lists, prefix, used, block_table, three scales, seed
+    numbers: tuple[Any, ...]  # scale and cap in base-2 units, dropout_p, left, right
+    strides: tuple[Any, ...]  # of mask (4), bias (4), slopes, counts (batch, heads), lists (rows), three scales
+    constexprs: dict[str, Any]  # RIGHT, ADDED, MASKED, as _attention_tiles has them
+
+
+def launch_facts(args: Args, by_key: bool) -> Facts:
+    """by_key: the lists of the block map are of queries, for every block of keys."""
+    mask, bias, block_map = (args.get(n) for n in ("mask", "bias", "block_map"))
+    slopes, scales = args.get("alibi_slopes"), [args.get(n) for n in ("q_scale", "k_scale", "v_scale")]
+    slopes, *scales = (None if t is None else t.contiguous() for t in (slopes, *scales))
+    counts = lists = None
+    of_lists = (0, 0, 0)
+    if block_map is not None:
+        counts, lists = block_lists(block_map, by_key)
+        b, h, rows = counts.shape
+        of_lists = (h * rows * (b > 1), rows * (h > 1), lists.shape[-1])
+    left, right, softcap = args["left"], args["right"], args["softcap"]
+    masked = mask.view(torch.uint8) if mask is not None and mask.dtype is torch.bool else mask
+    added = mask is not None and mask.dtype is not torch.bool
+    rest = [args.get(n) for n in ("prefix_lens", "seqused_k", "block_table")]
+    sinks = args.get("sinks")
+    return Facts(
+        (masked, bias, None if sinks is None else sinks.contiguous(), slopes, counts, lists,
+         *(None if t is None else t.contiguous() for t in rest), *scales, args["seed"] if args["dropout_p"] else None),
+        (args["scale"] * LOG2E, softcap * LOG2E if softcap else None, args["dropout_p"], left if left >= 0 else None, max(right, 0)),
+        (*_strides(mask), *_strides(bias), _batch_stride(slopes), *of_lists, *map(_batch_stride, scales)),
+        {"RIGHT": 0 if right < 0 else 1 if right == 0 else 2,
+         "ADDED": added or bool(softcap) or bias is not None or slopes is not None, "MASKED": mask is not None},
+    )  # fmt: skip
 
 
 def kind_of(target: Target) -> str:
@@ -93,19 +283,37 @@ def kind_of(target: Target) -> str:
     return "hopper" if target.tma else "ampere"
 
 
-def numerics(scale: float, dtype: torch.dtype, target: Target) -> dict[str, Any]:
-    """Constexprs: accumulator, precision of fp32 products, scale.
+def numerics(args: Args, target: Target) -> dict[str, Any]:
+    """Constexprs: accumulator, precision of fp32 products, and the numbers that fp64 kernels need exactly.
 
     fp32 products on NVIDIA are three TF32 ones, which keep fp32's accuracy on the tensor cores; plain fp32 ones run without
-    them, unrolled, and spill kilobytes. A run-time float is fp32 in a kernel: fp64 kernels, which only gradcheck runs, take
-    the scale as a constexpr instead.
+    them, unrolled, and spill kilobytes. A run-time float is fp32 in a kernel: fp64 kernels, which only gradcheck runs (in the
+    interpreter), take scale, softcap and the share that dropout keeps as constants instead.
     """
-    double = dtype is torch.float64
+    double = args["q"].dtype is torch.float64
     return {
         "ACC": tl.float64 if double else tl.float32,
         "PRECISION": "tf32x3" if target.backend == "cuda" else "ieee",
-        "EXACT_SCALE": scale if double else None,
+        "EXACT": (args["scale"], args["softcap"], 1 - args["dropout_p"]) if double else None,
     }
+
+
+def dims(head_dim: int, v_dim: int, split: bool = True) -> dict[str, int]:
+    """Constexprs: columns of q and k and of v, and the tiles that hold them: DP and a second of D2 (0: none), DVP.
+
+    A head of 192 or 576 takes less room as 128 + 64 or 512 + 64 than as the next power of two (80 as 64 + 16 would spill).
+    """
+    dp = max(16, next_power_of_2(head_dim))
+    half, second = dp // 2, max(16, next_power_of_2(head_dim - dp // 2))
+    both = split and dp >= 256 and second <= half // 2
+    return {"D": head_dim, "DP": half if both else dp, "D2": second if both else 0, "DV": v_dim,
+            "DVP": max(16, next_power_of_2(v_dim))}  # fmt: skip
+
+
+def section(sizes: Sizes, args: Args, target: Target) -> int:
+    """How many (batch entry, head) pairs go through their tiles together: those whose keys and values half of L2 holds."""
+    size = args["k"].element_size() * sizes["context"] * (sizes["head_dim"] + sizes["v_dim"])
+    return max(1, target.l2_bytes // 2 // max(1, size)) * sizes["group"]
 
 
 def dense_rows(*tensors: Tensor) -> list[Tensor]:
@@ -124,77 +332,3 @@ def row_strides(t: Tensor, tma: bool) -> tuple[int, int, int]:
 
 def by_head(t: Tensor) -> Tensor:
     return rearrange(t, "batch rows heads head_dim -> batch heads rows head_dim")
-
-
-def reference_logits(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor | None]:
-    """For the references: masked logits "batch kv_heads group seq context", and which values a padding mask hides, broadcastable
-    to "batch kv_heads group context head_dim" (None: none)."""
-    acc = accumulate_dtype(q.dtype)
-    kv_heads, seq, context = k.shape[2], q.shape[1], k.shape[1]
-    rows = rearrange(q.to(acc), "batch seq (kv_heads group) head_dim -> batch kv_heads group seq head_dim", kv_heads=kv_heads)
-    keys = rearrange(k.to(acc), "batch context kv_heads head_dim -> batch kv_heads 1 head_dim context")
-    logits = torch.matmul(rows, keys) * scale
-    hidden = None
-    if mask is not None:
-        outer = {"outer": kv_heads if mask.shape[1] > 1 else 1}
-        mask = rearrange(mask, "batch (outer group) seq context -> batch outer group seq context", **outer)
-        if mask.dtype is torch.bool:
-            out = ~mask
-        else:
-            out = ~(mask.to(acc) > MASKED)
-            logits = logits + mask.to(acc).masked_fill(out, 0)
-        logits = logits.masked_fill(out, float("-inf"))
-        if seq and (mask.shape[3] == 1 or mask.stride(3) == 0):
-            hidden = rearrange(out[:, :, :, :1], "batch outer group 1 context -> batch outer group context 1")
-    if causal:
-        allowed = torch.ones(seq, context, dtype=torch.bool, device=q.device).tril(context - seq)
-        logits = logits.masked_fill(~allowed, float("-inf"))
-    return logits, hidden
-
-
-@triton.jit
-def load_rows(
-    x, b, h, row, LIMIT, stride_b, stride_row, stride_h,
-    ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TMA: tl.constexpr, CHECK: tl.constexpr,
-):  # fmt: skip
-    """[ROWS, DP] of x from `row` on, of one batch entry and head. Zero past head_dim and, with TMA or CHECK, past LIMIT rows."""
-    if TMA:
-        return x.load([b, h, row, 0]).reshape(ROWS, DP)
-    else:
-        r = tl.arange(0, ROWS)
-        d = tl.arange(0, DP)
-        at = x + (b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + tl.cast(row, tl.int64) * stride_row)
-        at = at + (r[:, None] * stride_row + d[None, :])  # 32 bits: dense_rows sees to it
-        if CHECK and D < DP:
-            return tl.load(at, mask=(row + r < LIMIT)[:, None] & (d < D)[None, :], other=0.0)
-        elif CHECK:
-            return tl.load(at, mask=(row + r < LIMIT)[:, None], other=0.0)
-        elif D < DP:
-            return tl.load(at, mask=(d < D)[None, :], other=0.0)
-        else:
-            return tl.load(at)
-
-
-@triton.jit
-def apply_mask(s, mask, row, col, SEQ, CONTEXT, stride_row, stride_col, MASK: tl.constexpr, PER_ROW: tl.constexpr):
-    """Logits s with mask 1 (bool) or 2 (additive: s in base-2 units) applied; row and col broadcast to s in either order."""
-    if PER_ROW:
-        at = mask + row.to(tl.int64) * stride_row + col.to(tl.int64) * stride_col
-        m = tl.load(at, mask=(row < SEQ) & (col < CONTEXT), other=0)
-    else:
-        m = tl.load(mask + col.to(tl.int64) * stride_col, mask=col < CONTEXT, other=0)
-    if MASK == 1:
-        return tl.where(m != 0, s, float("-inf"))
-    else:
-        a = m.to(s.dtype)
-        return tl.where(a > -2.0e38, s + a * 1.4426950408889634, float("-inf"))
-
-
-@triton.jit
-def attended(mask, col, CONTEXT, stride_col, MASK: tl.constexpr):
-    """Of a mask that is the same for every row: which keys are attended at all."""
-    m = tl.load(mask + col.to(tl.int64) * stride_col, mask=col < CONTEXT, other=0)
-    if MASK == 1:
-        return m != 0
-    else:
-        return m > -2.0e38

@@ -42,8 +42,11 @@ DTYPES = {
 }
 
 
+FP8 = torch.float8_e4m3fn  # of the ops that name it in their spec's `dtypes`: inputs only, results are bf16
+
+
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    return DTYPES[dtype].accumulate
+    return torch.float32 if dtype is FP8 else DTYPES[dtype].accumulate
 
 
 def nbytes(t: Tensor) -> int:
@@ -65,7 +68,8 @@ class Cost:
 @dataclass(frozen=True)
 class Write:
     """A result or scratch buffer: axes, dtype (an argument's name, "accumulate:ARG" or a torch dtype's name), when it exists.
-    "ARG|OTHER": the first of them that is given. The argument may be a torch.dtype itself."""
+    "result:ARG" is the argument's dtype, or bf16 for fp8. "ARG|OTHER": the first of them that is given. The argument may be a
+    torch.dtype itself."""
 
     axes: str
     dtype: str
@@ -96,6 +100,9 @@ class Spec:
     flops: Callable[[Sizes, Args], int | tuple[int, int]] = lambda sizes, args: 0
     optional: frozenset[str] = frozenset()  # reads that may be None
     any_dtype: frozenset[str] = frozenset()  # reads whose dtype is their own (masks, fp32 statistics); the rest agree
+    dtypes: tuple[torch.dtype, ...] = tuple(DTYPES)  # that the first read may have
+    # Reads of which the op touches what their values or lengths say: bytes, or None for the whole tensor.
+    read_bytes: Mapping[str, Callable[[Sizes, Args], int | None]] = field(default_factory=dict)
     derive: Callable[[Sizes, Args], Mapping[str, int]] = lambda sizes, args: {}  # further axes, and checks of values
     scratch: Mapping[str, Write] = field(default_factory=dict)
     stages: tuple[Stage, ...] = ()  # empty: one launch that reads and writes everything
@@ -122,8 +129,8 @@ class Spec:
                     raise ShapeError(f"{self.name}: {arg} ({names}) has {axis}={size}, but {axis}={sizes[axis]} so far")
             if first is None:
                 first = arg, t
-                if t.dtype not in DTYPES:
-                    raise ValueError(f"{self.name}: {arg} has dtype {t.dtype}, expected one of {', '.join(map(str, DTYPES))}")
+                if t.dtype not in self.dtypes:
+                    raise ValueError(f"{self.name}: {arg} has dtype {t.dtype}, expected one of {', '.join(map(str, self.dtypes))}")
             if t.device != first[1].device:
                 raise ValueError(f"{self.name}: {arg} is on {t.device}, but {first[0]} is on {first[1].device}")
             if arg not in self.any_dtype and t.dtype != first[1].dtype:
@@ -137,7 +144,8 @@ class Spec:
         if isinstance(args.get(arg), torch.dtype):
             return args[arg]
         if arg in self.reads:
-            return accumulate_dtype(args[arg].dtype) if kind == "accumulate" else args[arg].dtype
+            dtype = args[arg].dtype
+            return accumulate_dtype(dtype) if kind == "accumulate" else torch.bfloat16 if (kind, dtype) == ("result", FP8) else dtype
         return getattr(torch, arg)
 
     def _buffer(self, write: Write, sizes: Sizes, args: Args) -> Tensor:
@@ -164,7 +172,8 @@ class Spec:
             if name in made:
                 w = made[name]
                 return prod(sizes[a] for a in w.axes.split()) * self.dtype(w, args).itemsize
-            return nbytes(args[name]) if isinstance(args.get(name), Tensor) else 0
+            some = self.read_bytes[name](sizes, args) if name in self.read_bytes else None
+            return some if some is not None else nbytes(args[name]) if isinstance(args.get(name), Tensor) else 0
 
         costs = []
         for stage in self.stages or (Stage(self.name, tuple(self.reads), tuple(self.writes), self.flops),):

@@ -1,59 +1,82 @@
 """Softmax attention, forward (FlashAttention-2, Dao 2023, arXiv 2307.08691), in portable Triton.
 
-    logits = scale * q @ k^T  (+ mask),    out = softmax(logits, context) @ v,    lse = log(sum(exp(logits), context))
+    x = scale * q @ k^T,   x = softcap * tanh(x / softcap),   x += bias + mask - alibi_slope * |p - j|
+    out = softmax(x, context) @ v,    lse = log(sum(exp(x), context))
 
-    q, out   batch seq heads head_dim
-    k, v     batch context kv_heads head_dim      heads is a multiple of kv_heads: query head h reads kv head h // group
+    q, out   batch seq heads head_dim | v_dim     out is bf16 for fp8 inputs
+    k, v     batch context kv_heads head_dim | v_dim      heads is a multiple of kv_heads: query head h reads kv head h // group
     lse      batch heads seq                      natural log, fp32 (fp64 for fp64)
-    mask     1|batch 1|heads 1|seq context        bool (True: attend) or floating (added; at or below MASKED: not attended)
 
-causal is aligned bottom-right: query i attends key j iff j <= i + context - seq. A row that attends nothing gives out 0
-and lse -inf. Keys outside the context and keys that a row-independent mask (padding) hides may hold NaN; keys hidden by
-causal or by a mask that varies over rows must be finite, since 0 * NaN is NaN.
+and the options of _attention.READS: packed sequences (batch 1, bounded by cu_seqlens), paged keys (block_table), lengths
+(seqused_k), mask, bias, sinks (a logit of a further key whose value is 0; lse has it), windows, prefixes, block maps, dropout
+and fp8 scales. Query i of a segment stands at key position p = i + context - seq: it sees key j iff p - left <= j <= p + right,
+or j < prefix; a negative left or right bounds nothing. A row that attends nothing gives out 0 and lse -inf (the sink's logit).
+Keys past the context, keys that no row of a tile sees in a masked block, and pages not in use may hold NaN; a key that some
+row of a tile attends must be finite for the other rows of the tile. Lengths that make no sense give NaN rows.
 
-HBM, in elements: reads q, k, v and the mask, writes out and lse; the logits never leave the chip.
+HBM, in elements: reads q, k, v and the options, writes out and lse; the logits never leave the chip.
 
-One program owns BM query rows of one head and walks the keys right to left, so that only the first blocks need the causal
-and ragged masks. Q K^T of the next block is issued before the softmax of the current one: the tensor cores then run under
+One program owns BM query rows of one head and walks the keys right to left, so that only the blocks at the edges of what the
+rows see are masked. Q K^T of the next block is issued before the softmax of the current one: the tensor cores then run under
 the exponentials on every GPU, without warp specialisation (whose automatic form gives NaN on sm_90 in triton 3.6).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from . import _attention as shared
-from ._attention import apply_mask, attended, load_rows, normalise_mask
-from ._lang import cdiv, next_power_of_2, tl, triton
+from . import _attention_reference
+from . import _attention_tiles as tiles
+from ._attention import normalise_mask
+from ._attention_tiles import key_range, kept, load_paged, load_rows, planned, shape_logits, visible
+from ._lang import cdiv, tl, triton
 from ._launch import descriptor, on_device
 from ._launch import launch as _launch
-from ._spec import Args, Op, Sizes, Spec, Write, accumulate_dtype
+from ._spec import FP8, Args, Op, Sizes, Spec, Stage, Write
 from ._target import Target, target_of
 from .attention_backward import BACKWARD
 
-__all__ = ["CONFIGS", "OP", "SPEC", "Config", "configure", "normalise_mask"]
+__all__ = ["CONFIGS", "NAMES", "OP", "SPEC", "Config", "configure", "normalise_mask"]
+
+NAMES = (*shared.READS, *shared.NUMBERS)
 
 
 def _flops(sizes: Sizes, args: Args) -> int:
-    pairs = shared.allowed_pairs(sizes["seq"], sizes["context"], args["causal"])
-    return 4 * sizes["batch"] * sizes["heads"] * sizes["head_dim"] * pairs
+    return 2 * sizes["heads"] * (sizes["head_dim"] + sizes["v_dim"]) * shared.pairs(sizes, args)
+
+
+def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
+    found = shared.check("attention", sizes, args)
+    if not shared.given(args, "cu_seqlens_q"):
+        return found
+    if isinstance(sizes["seq"], torch.SymInt):
+        return found  # a trace for any length: no result has the slots
+    config = _config({**sizes, **found}, args)
+    return {**found, "columns": tiles.COLUMNS, "slots": tiles.schedule_slots(sizes["seq"], found["sequences"], config.block_m)}
 
 
 SPEC = Spec(
     name="attention",
-    reads=shared.QKV,
+    reads=shared.READS,
     writes={
-        "out": Write("batch seq heads head_dim", "q"),
+        "out": Write("batch seq heads v_dim", "result:q"),
         "lse": Write("batch heads seq", "accumulate:q"),
     },
-    optional=frozenset({"mask"}),
-    any_dtype=frozenset({"mask"}),
-    derive=lambda sizes, args: shared.check("attention", sizes, args),
-    flops=_flops,
+    optional=shared.OPTIONAL,
+    any_dtype=shared.OPTIONAL,
+    dtypes=shared.DTYPES,
+    derive=_axes,
+    read_bytes={"k": shared.key_bytes("k"), "v": shared.key_bytes("v")},
+    scratch={"schedule": Write("slots columns", "int32", lambda args: shared.given(args, "cu_seqlens_q"))},
+    stages=(
+        Stage("attention_schedule", ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"), ("schedule",), lambda s, a: 0),
+        Stage("attention", (*shared.READS, "schedule"), ("out", "lse"), _flops),
+    ),
 )
 
 
@@ -66,208 +89,339 @@ class Config:
     ahead: bool = False  # Q K^T of the next block before the softmax of this one
 
 
-# (DP at most, bytes an element at most) -> Config, first match wins. Without mask / with mask, whose tile costs registers.
+# Besides softcap, dropout and fp8, what costs so many registers that smaller tiles are better: tiles of their own, or rows of v
+# that have to be zeroed.
+_HEAVY = ("mask", "bias", "cu_seqlens_q", "seqused_k", "block_table")
+# (columns of q or v at most, bytes an element at most) -> Config, first match wins. Plain / with an option that costs registers.
 TABLE: dict[str, tuple[tuple[int, int, Config, Config], ...]] = {
     # H200, 2026-11-29, bf16 causal and full, S 4096 to 16384: 128x128 w8 s2 was the fastest form (424-497 TFLOP/s at D=128).
     "hopper": (
         (128, 2, Config(128, 128, 8, 2, True), Config(128, 64, 8, 2, True)),
         (256, 2, Config(128, 64, 8, 2, True), Config(64, 64, 4, 2)),
+        (1024, 2, Config(64, 32, 8, 2), Config(64, 32, 8, 1)),
         (64, 8, Config(64, 64, 4, 2), Config(64, 32, 4, 1)),
         (128, 8, Config(64, 32, 4, 1), Config(64, 32, 4, 1)),
         (256, 8, Config(32, 16, 4, 1), Config(32, 16, 4, 1)),
+        (1024, 8, Config(16, 16, 4, 1), Config(16, 16, 4, 1)),
     ),
     # Not measured: the largest tiles that compile for sm_80 without spilling.
     "ampere": (
         (64, 2, Config(128, 64, 8, 3), Config(128, 32, 8, 2)),
         (128, 2, Config(128, 32, 8, 3), Config(64, 32, 4, 2)),
         (256, 2, Config(64, 32, 4, 2), Config(64, 32, 4, 2)),
+        (1024, 2, Config(32, 32, 8, 1), Config(32, 32, 8, 1)),
         (64, 8, Config(64, 32, 4, 1), Config(64, 32, 4, 1)),
         (256, 8, Config(32, 16, 4, 1), Config(32, 16, 4, 1)),
+        (1024, 8, Config(16, 16, 4, 1), Config(16, 16, 4, 1)),
     ),
     # Not measured: as above, within the 99 KB of sm_86 and the 64 KB of gfx942.
     "small": (
         (64, 2, Config(128, 64, 8, 2), Config(128, 32, 8, 2)),
         (128, 2, Config(128, 32, 8, 2), Config(64, 32, 4, 2)),
         (256, 2, Config(64, 32, 4, 1), Config(64, 32, 4, 1)),
+        (1024, 2, Config(16, 16, 4, 1), Config(16, 16, 4, 1)),
         (64, 8, Config(64, 32, 4, 1), Config(64, 32, 4, 1)),
         (256, 8, Config(32, 16, 4, 1), Config(32, 16, 4, 1)),
+        (1024, 8, Config(16, 16, 4, 1), Config(16, 16, 4, 1)),
     ),
 }
 
 
-def configure(head_dim: int, itemsize: int, masked: bool, target: Target) -> Config:
-    dp = next_power_of_2(head_dim)
+def configure(head_dim: int, itemsize: int, heavy: bool, target: Target) -> Config:
+    """head_dim: the larger of q's and v's; heavy: with options that cost registers."""
     rows = TABLE[shared.kind_of(target)]
-    masked = masked or target.batch_invariant  # the blocks of keys, and so the order of a row's sums, must not tell them apart
-    return next((with_mask if masked else plain) for d, size, plain, with_mask in rows if dp <= d and itemsize <= size)
+    heavy = heavy or target.batch_invariant  # the blocks of keys, and so the order of a row's sums, must not tell them apart
+    return next(
+        (costly if heavy else plain) for d, size, plain, costly in rows if head_dim <= d and itemsize <= size
+    )  # fmt: skip
+
+
+def _config(sizes: Sizes, args: Args) -> Config:
+    heavy = args["dropout_p"] > 0 or args["softcap"] > 0 or shared.given(args, *_HEAVY) or args["q"].dtype is FP8
+    itemsize = max(2, args["q"].element_size())  # fp8 is widened
+    return configure(max(sizes["head_dim"], sizes["v_dim"]), itemsize, heavy, target_of(args["q"].device))
 
 
 CONFIGS = tuple(dict.fromkeys(config for rows in TABLE.values() for row in rows for config in row[2:]))
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    sizes = SPEC.axes({"q": q, "k": k, "v": v, "mask": mask, "causal": causal, "scale": scale})
-    acc = accumulate_dtype(q.dtype)
-    logits, hidden = shared.reference_logits(q, k, mask, causal, scale)
-    lse = torch.logsumexp(logits, dim=-1) if sizes["context"] else logits.new_full(logits.shape[:-1], float("-inf"))
-    p = torch.exp(logits - lse.masked_fill(lse == float("-inf"), 0)[..., None])
-    values = rearrange(v, "batch context kv_heads head_dim -> batch kv_heads 1 context head_dim")
-    if hidden is not None:
-        values = torch.where(hidden, 0, values)
-    out = torch.matmul(p.to(v.dtype).to(acc), values.to(acc)).to(q.dtype)
-    return (
-        rearrange(out, "batch kv_heads group seq head_dim -> batch seq (kv_heads group) head_dim").contiguous(),
-        rearrange(lse, "batch kv_heads group seq -> batch (kv_heads group) seq").contiguous(),
-    )
+def reference(*values: Any) -> tuple[Tensor, Tensor]:
+    args = dict(zip(NAMES, values, strict=True))
+    sizes = SPEC.axes(args)
+    out, lse = SPEC.empty(args, sizes)
+    _attention_reference.forward("attention", sizes, args, out, lse)
+    return out, lse
+
+
+@triton.jit
+def _keys(
+    x, pages, b, h, start, n, context, strides, PAGES,
+    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr, CHECK: tl.constexpr, PAGE: tl.constexpr,
+    COL: tl.constexpr,
+):  # fmt: skip
+    """Block n of keys or values; start: where the sequence begins."""
+    if PAGE:
+        t = load_paged(x, pages, h, n * BN + tl.arange(0, BN), context, strides, PAGES, PAGE, D, DP, COL)
+    else:
+        t = load_rows(x, b, h, start + n * BN, start + context, strides, BN, D, DP, TMA, CHECK, COL)
+    return t
 
 
 @triton.jit
 def _logits(
-    q, k, mask, b, kvh, n, rows, SEQ, CONTEXT, stride_kb, stride_ks, stride_kh, stride_ms, stride_mk, scale,
-    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, PER_ROW: tl.constexpr,
-    TMA: tl.constexpr, CHECK: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    queries, keys, n, rows, geo, terms, scale,
+    D: tl.constexpr, DP: tl.constexpr, D2: tl.constexpr, BN: tl.constexpr, RIGHT: tl.constexpr, ADDED: tl.constexpr,
+    TMA: tl.constexpr, PAGE: tl.constexpr, CHECK: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Logits of key block n, unscaled (base-2 units if MASK is 2). CHECK: the block may reach past the causal or ragged edge."""
-    kt = load_rows(k, b, kvh, n * BN, CONTEXT, stride_kb, stride_ks, stride_kh, BN, D, DP, TMA, CHECK)
+    """Logits of key block n, unscaled unless ADDED. CHECK: the block may reach past what every row sees."""
+    q, q2 = queries
+    k, k2, pages, b, h, start, strides, PAGES = keys
+    context = geo[1]
+    kt = _keys(k, pages, b, h, start, n, context, strides, PAGES, D, DP, BN, TMA, CHECK, PAGE, 0)
     s = tl.dot(q, kt.T, input_precision=PRECISION, out_dtype=ACC)
+    if D2:
+        kt = _keys(k2, pages, b, h, start, n, context, strides, PAGES, D, D2, BN, TMA, CHECK, PAGE, DP)
+        s = tl.dot(q2, kt.T, s, input_precision=PRECISION, out_dtype=ACC)
     cols = n * BN + tl.arange(0, BN)
-    if MASK == 2:
-        s = s * scale
-    if MASK:
-        s = apply_mask(s, mask, rows[:, None], cols[None, :], SEQ, CONTEXT, stride_ms, stride_mk, MASK, PER_ROW)
+    s, _ = shape_logits(s, rows[:, None], cols[None, :], geo, terms, scale, ADDED)
     if CHECK:
-        if CAUSAL:  # which also ends the context, for every row inside SEQ
-            s = tl.where((rows + (CONTEXT - SEQ))[:, None] >= cols[None, :], s, float("-inf"))
-        else:
-            s = tl.where((cols < CONTEXT)[None, :], s, float("-inf"))
+        s = tl.where(visible(rows[:, None], cols[None, :], geo, RIGHT), s, float("-inf"))
     return s
 
 
 @triton.jit
 def _accumulate(
-    s, v, mask, b, kvh, n, m, l, acc, CONTEXT, stride_vb, stride_vs, stride_vh, stride_mk, scale,
-    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr, PER_ROW: tl.constexpr,
-    TMA: tl.constexpr, CHECK: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    s, values, n, m, l, acc, rows, geo, drop, scale,
+    DV: tl.constexpr, DVP: tl.constexpr, BN: tl.constexpr, ADDED: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+    PAGE: tl.constexpr, CHECK: tl.constexpr, RAGGED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One online-softmax step: key block n with logits s into the running maximum m (base 2), sum l and output acc."""
-    if MASK == 2:
+    """One online-softmax step: key block n with logits s into the running maximum m (base 2), sum l and output acc.
+
+    RAGGED: the block may hold rows of v past the context that are not zero."""
+    v, pages, b, h, start, strides, PAGES = values
+    seed, first, bh, dropout_p = drop
+    if ADDED:
         new = tl.maximum(m, tl.max(s, 1))
-    else:
-        new = tl.maximum(m, tl.max(s, 1) * scale)
-    if MASK == 2:
         p = tl.math.exp2(s - new[:, None])
     else:
+        new = tl.maximum(m, tl.max(s, 1) * scale)
         p = tl.math.exp2(s * scale - new[:, None])
     shrink = tl.math.exp2(m - new)
     l = l * shrink + tl.sum(p, 1)
     acc = acc * shrink[:, None]
-    vt = load_rows(v, b, kvh, n * BN, CONTEXT, stride_vb, stride_vs, stride_vh, BN, D, DP, TMA, CHECK)
-    if MASK and not PER_ROW:
-        vt = tl.where(attended(mask, n * BN + tl.arange(0, BN), CONTEXT, stride_mk, MASK)[:, None], vt, 0.0)
+    cols = n * BN + tl.arange(0, BN)
+    vt = _keys(v, pages, b, h, start, n, geo[1], strides, PAGES, DV, DVP, BN, TMA, CHECK, PAGE, 0)
+    if MASKED:
+        vt = tiles.no_nan(vt, tl.max(s, 0) > float("-inf"))
+    elif RAGGED:
+        vt = tiles.no_nan(vt, cols < geo[1])
+    if seed is not None:
+        p = tl.where(kept(seed, (first + rows)[:, None], cols[None, :], bh, dropout_p), p, 0.0)
     acc = tl.dot(p.to(vt.dtype), vt, acc, input_precision=PRECISION, out_dtype=ACC)
     return new, l, acc
 
 
-@triton.jit(do_not_specialize=["BATCH_HEADS"])
+@triton.jit(do_not_specialize=["BATCH_HEADS", "SECTION", "left", "right"])
 def _forward_kernel(
-    q, k, v, mask, out, lse, scale_log2, SEQ, CONTEXT, HEADS, GROUP, BATCH_HEADS,
+    q, k, v, q2, k2, mask, bias, sinks, slopes, counts, lists, prefix, used, block_table, q_scale, k_scale, v_scale, seed, schedule,
+    out, lse, scale, cap, dropout_p, left, right, SEQ, CONTEXT, HEADS, GROUP, BATCH_HEADS, SECTION, PAGES,
+    MAX_PAGES,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_mb, stride_mh, stride_ms, stride_mk,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, NS: tl.constexpr, AHEAD: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, PER_ROW: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr, EXACT_SCALE: tl.constexpr,
+    stride_mb, stride_mh, stride_ms, stride_mk, stride_bb, stride_bh, stride_bs, stride_bk,
+    stride_ab, stride_lb, stride_lh, stride_lq, stride_qc, stride_kc, stride_vc,
+    D: tl.constexpr, DP: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    NS: tl.constexpr, AHEAD: tl.constexpr, RIGHT: tl.constexpr, ADDED: tl.constexpr, MASKED: tl.constexpr, PAGE: tl.constexpr,
+    TMA: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
-    bh = pid % BATCH_HEADS
-    tile = pid // BATCH_HEADS
-    # Blocks [0, full) need no causal or ragged mask, [full, end) do, and those from end on attend nothing.
-    end = tl.cdiv(CONTEXT, BN)
-    full = CONTEXT // BN
-    if CAUSAL:
-        tile = tl.cdiv(SEQ, BM) - 1 - tile  # longest first
-        first = tile * BM + CONTEXT - SEQ  # the last key of the tile's first row
-        end = tl.maximum(tl.minimum(end, tl.cdiv(first + BM, BN)), 1)
-        full = tl.minimum(full, tl.maximum(first + 1, 0) // BN)
-    scale = scale_log2
-    if EXACT_SCALE is not None:
-        scale = tl.full([], EXACT_SCALE, ACC)
+    RAGGED: tl.constexpr = TMA and (schedule is not None or used is not None)
+    if schedule is not None:
+        bh = pid % BATCH_HEADS
+        tile = pid // BATCH_HEADS
+    else:
+        bh, tile = tiles.section_order(pid, tl.cdiv(SEQ, BM), BATCH_HEADS, SECTION)
     b = bh // HEADS
     h = bh % HEADS
+    broken = False
+    q_start = 0
+    k_start = 0
+    seq = SEQ
+    context = CONTEXT
+    if schedule is not None:  # b is 0: packed sequences have one batch entry
+        segment, tile, q_start, seq, k_start, context = planned(schedule, tile)
+        broken = segment < 0
+        if block_table is not None:
+            block_table += segment.to(tl.int64) * MAX_PAGES
+    else:
+        if RIGHT:
+            tile = tl.cdiv(SEQ, BM) - 1 - tile  # longest first
+        if used is not None:
+            context = tl.load(used + b)
+            broken = (context < 0) | (context > CONTEXT)
+            context = tl.where(broken, 0, context)
+        if block_table is not None:
+            block_table += b.to(tl.int64) * MAX_PAGES
+        if prefix is not None:
+            prefix = tl.load(prefix + b)
     kvh = h // GROUP
-    if MASK:
+    # Numbers of this head, in base-2 units.
+    if EXACT is not None:
+        scale = tl.full([], EXACT[0] * 1.4426950408889634, ACC)
+        if cap is not None:
+            cap = tl.full([], EXACT[1] * 1.4426950408889634, ACC)
+    if q_scale is not None:
+        scale = scale * tl.load(q_scale + b * stride_qc + h)
+    if k_scale is not None:
+        scale = scale * tl.load(k_scale + b * stride_kc + kvh)
+    if slopes is not None:
+        slopes = tl.load(slopes + b * stride_ab + h).to(ACC) * 1.4426950408889634
+    if mask is not None:
         mask += b.to(tl.int64) * stride_mb + h.to(tl.int64) * stride_mh
+    if bias is not None:
+        bias += b.to(tl.int64) * stride_bb + h.to(tl.int64) * stride_bh
+    if seed is not None:
+        seed = tl.load(seed)
+    geo = (context - seq, context, left, right, prefix)
+    terms = (mask, stride_ms, stride_mk, bias, stride_bs, stride_bk, slopes, cap, seq)
+    keys = (k, k2, block_table, b, kvh, k_start, (stride_kb, stride_ks, stride_kh), PAGES)
+    values = (v, block_table, b, kvh, k_start, (stride_vb, stride_vs, stride_vh), PAGES)
+    drop = (seed, q_start, bh, dropout_p)
     rows = tile * BM + tl.arange(0, BM)
-    qt = load_rows(q, b, h, tile * BM, SEQ, stride_qb, stride_qs, stride_qh, BM, D, DP, TMA, True)
+    q_strides = (stride_qb, stride_qs, stride_qh)
+    qt = load_rows(q, b, h, q_start + tile * BM, q_start + seq, q_strides, BM, D, DP, TMA, True)
+    qt2 = qt
+    if D2:
+        qt2 = load_rows(q2, b, h, q_start + tile * BM, q_start + seq, q_strides, BM, D, D2, TMA, True, DP)
+    queries = (qt, qt2)
+    low, full_low, full_high, high = key_range(tile * BM, BM, geo, RIGHT)
+    if schedule is not None:
+        high = tl.where(tile * BM < seq, high, 0)  # a slot past the end of its segment
+    # Every row sees blocks [full_low, full_high); blocks [begin, end) are seen by some.
+    begin = low // BN
+    end = tl.maximum(tl.cdiv(high, BN), begin + 1)
+    full_high = tl.minimum(tl.maximum(full_high // BN, begin), end)
+    full_low = tl.minimum(tl.maximum(tl.cdiv(full_low, BN), begin), full_high)
     # Not -inf: a row that has attended nothing yet would give -inf - -inf. Logits that are not masked lie above it.
     m = tl.full([BM], -3.0e38, ACC)
     l = tl.zeros([BM], ACC)
-    acc = tl.zeros([BM, DP], ACC)
-    if AHEAD:
-        s = _logits(qt, k, mask, b, kvh, end - 1, rows, SEQ, CONTEXT, stride_kb, stride_ks, stride_kh, stride_ms, stride_mk,
-                    scale, D, DP, BN, CAUSAL, MASK, PER_ROW, TMA, True, ACC, PRECISION)  # fmt: skip
-        if CAUSAL:
-            for i in tl.range(0, end - 1 - full, num_stages=NS):
+    acc = tl.zeros([BM, DVP], ACC)
+    if lists is not None:
+        at = b.to(tl.int64) * stride_lb + h.to(tl.int64) * stride_lh + tile * BM // 128
+        lists += at * stride_lq
+        for i in tl.range(0, tl.load(counts + at) * (128 // BN), num_stages=NS):
+            n = tl.load(lists + i // (128 // BN)) * (128 // BN) + (128 // BN - 1 - i % (128 // BN))
+            s = _logits(queries, keys, n, rows, geo, terms, scale, D, DP, D2, BN, RIGHT, ADDED, TMA, PAGE, True, ACC, PRECISION)
+            m, l, acc = _accumulate(s, values, n, m, l, acc, rows, geo, drop, scale, DV, DVP, BN, ADDED, MASKED, TMA, PAGE, True,
+                                    RAGGED, ACC, PRECISION)  # fmt: skip
+    elif AHEAD:
+        s = _logits(queries, keys, end - 1, rows, geo, terms, scale, D, DP, D2, BN, RIGHT, ADDED, TMA, PAGE, True, ACC, PRECISION)
+        if RAGGED:
+            full_high = tl.maximum(full_high - 1, begin)  # so that the last block of the context is not in the loop without checks
+            full_low = tl.minimum(full_low, full_high)
+        last = tl.minimum(full_high, end - 1)  # the block that s is of, after the first loop
+        if RIGHT or RAGGED:
+            for i in tl.range(0, end - 1 - last, num_stages=NS):
                 n = end - 2 - i
-                ahead = _logits(qt, k, mask, b, kvh, n, rows, SEQ, CONTEXT, stride_kb, stride_ks, stride_kh, stride_ms, stride_mk,
-                                scale, D, DP, BN, CAUSAL, MASK, PER_ROW, TMA, True, ACC, PRECISION)  # fmt: skip
-                m, l, acc = _accumulate(s, v, mask, b, kvh, n + 1, m, l, acc, CONTEXT, stride_vb, stride_vs, stride_vh, stride_mk,
-                                        scale, D, DP, BN, MASK, PER_ROW, TMA, True, ACC, PRECISION)  # fmt: skip
+                ahead = _logits(queries, keys, n, rows, geo, terms, scale, D, DP, D2, BN, RIGHT, ADDED, TMA, PAGE, True, ACC,
+                                PRECISION)  # fmt: skip
+                m, l, acc = _accumulate(s, values, n + 1, m, l, acc, rows, geo, drop, scale, DV, DVP, BN, ADDED, MASKED, TMA, PAGE,
+                                        True, RAGGED, ACC, PRECISION)  # fmt: skip
                 s = ahead
-        last = tl.minimum(full, end - 1)  # the block that s is of
-        for i in tl.range(0, last, num_stages=NS):
+        full_low = tl.minimum(full_low, last)
+        for i in tl.range(0, last - full_low, num_stages=NS):
             n = last - 1 - i
-            ahead = _logits(qt, k, mask, b, kvh, n, rows, SEQ, CONTEXT, stride_kb, stride_ks, stride_kh, stride_ms, stride_mk,
-                            scale, D, DP, BN, CAUSAL, MASK, PER_ROW, TMA, False, ACC, PRECISION)  # fmt: skip
-            m, l, acc = _accumulate(s, v, mask, b, kvh, n + 1, m, l, acc, CONTEXT, stride_vb, stride_vs, stride_vh, stride_mk,
-                                    scale, D, DP, BN, MASK, PER_ROW, TMA, True, ACC, PRECISION)  # fmt: skip
+            ahead = _logits(queries, keys, n, rows, geo, terms, scale, D, DP, D2, BN, RIGHT, ADDED, TMA, PAGE, False, ACC, PRECISION)
+            m, l, acc = _accumulate(s, values, n + 1, m, l, acc, rows, geo, drop, scale, DV, DVP, BN, ADDED, MASKED, TMA, PAGE, True,
+                                    False, ACC, PRECISION)  # fmt: skip
             s = ahead
-        m, l, acc = _accumulate(s, v, mask, b, kvh, 0, m, l, acc, CONTEXT, stride_vb, stride_vs, stride_vh, stride_mk,
-                                scale, D, DP, BN, MASK, PER_ROW, TMA, True, ACC, PRECISION)  # fmt: skip
+        if left is not None:
+            for i in tl.range(0, full_low - begin, num_stages=NS):
+                n = full_low - 1 - i
+                ahead = _logits(queries, keys, n, rows, geo, terms, scale, D, DP, D2, BN, RIGHT, ADDED, TMA, PAGE, True, ACC,
+                                PRECISION)  # fmt: skip
+                m, l, acc = _accumulate(s, values, n + 1, m, l, acc, rows, geo, drop, scale, DV, DVP, BN, ADDED, MASKED, TMA, PAGE,
+                                        True, False, ACC, PRECISION)  # fmt: skip
+                s = ahead
+        m, l, acc = _accumulate(s, values, begin, m, l, acc, rows, geo, drop, scale, DV, DVP, BN, ADDED, MASKED, TMA, PAGE, True,
+                                RAGGED, ACC, PRECISION)  # fmt: skip
     else:
-        for i in tl.range(0, end - full, num_stages=NS):
+        for i in tl.range(0, end - full_high, num_stages=NS):
             n = end - 1 - i
-            s = _logits(qt, k, mask, b, kvh, n, rows, SEQ, CONTEXT, stride_kb, stride_ks, stride_kh, stride_ms, stride_mk,
-                        scale, D, DP, BN, CAUSAL, MASK, PER_ROW, TMA, True, ACC, PRECISION)  # fmt: skip
-            m, l, acc = _accumulate(s, v, mask, b, kvh, n, m, l, acc, CONTEXT, stride_vb, stride_vs, stride_vh, stride_mk,
-                                    scale, D, DP, BN, MASK, PER_ROW, TMA, True, ACC, PRECISION)  # fmt: skip
-        for i in tl.range(0, full, num_stages=NS):
-            n = full - 1 - i
-            s = _logits(qt, k, mask, b, kvh, n, rows, SEQ, CONTEXT, stride_kb, stride_ks, stride_kh, stride_ms, stride_mk,
-                        scale, D, DP, BN, CAUSAL, MASK, PER_ROW, TMA, False, ACC, PRECISION)  # fmt: skip
-            m, l, acc = _accumulate(s, v, mask, b, kvh, n, m, l, acc, CONTEXT, stride_vb, stride_vs, stride_vh, stride_mk,
-                                    scale, D, DP, BN, MASK, PER_ROW, TMA, False, ACC, PRECISION)  # fmt: skip
-    tl.store(lse + bh.to(tl.int64) * SEQ + rows, (m + tl.math.log2(l)) * 0.6931471805599453, rows < SEQ)
+            s = _logits(queries, keys, n, rows, geo, terms, scale, D, DP, D2, BN, RIGHT, ADDED, TMA, PAGE, True, ACC, PRECISION)
+            m, l, acc = _accumulate(s, values, n, m, l, acc, rows, geo, drop, scale, DV, DVP, BN, ADDED, MASKED, TMA, PAGE, True,
+                                    RAGGED, ACC, PRECISION)  # fmt: skip
+        for i in tl.range(0, full_high - full_low, num_stages=NS):
+            n = full_high - 1 - i
+            s = _logits(queries, keys, n, rows, geo, terms, scale, D, DP, D2, BN, RIGHT, ADDED, TMA, PAGE, False, ACC, PRECISION)
+            m, l, acc = _accumulate(s, values, n, m, l, acc, rows, geo, drop, scale, DV, DVP, BN, ADDED, MASKED, TMA, PAGE, False,
+                                    False, ACC, PRECISION)  # fmt: skip
+        if left is not None:
+            for i in tl.range(0, full_low - begin, num_stages=NS):
+                n = full_low - 1 - i
+                s = _logits(queries, keys, n, rows, geo, terms, scale, D, DP, D2, BN, RIGHT, ADDED, TMA, PAGE, True, ACC, PRECISION)
+                m, l, acc = _accumulate(s, values, n, m, l, acc, rows, geo, drop, scale, DV, DVP, BN, ADDED, MASKED, TMA, PAGE, True,
+                                        False, ACC, PRECISION)  # fmt: skip
+    if sinks is not None:
+        sink = tl.load(sinks + h).to(ACC) * 1.4426950408889634
+        new = tl.maximum(m, sink)
+        shrink = tl.math.exp2(m - new)
+        l = l * shrink + tl.math.exp2(sink - new)
+        acc = acc * shrink[:, None]
+        m = new
+    total = (m + tl.math.log2(l)) * 0.6931471805599453
     acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
-    d = tl.arange(0, DP)
-    at = out + ((b.to(tl.int64) * SEQ + rows.to(tl.int64)) * HEADS + h)[:, None] * D + d[None, :]
-    tl.store(at, acc.to(out.dtype.element_ty), (rows < SEQ)[:, None] & (d < D)[None, :])
+    if seed is not None:
+        if EXACT is not None:
+            acc = acc / EXACT[2]
+        else:
+            acc = acc / (1.0 - dropout_p)
+    if v_scale is not None:
+        acc = acc * tl.load(v_scale + b * stride_vc + kvh)
+    if schedule is not None or used is not None:
+        total = tl.where(broken, float("nan"), total)
+        acc = tl.where(broken, float("nan"), acc)
+    tl.store(lse + bh.to(tl.int64) * SEQ + q_start + rows, total, rows < seq)
+    d = tl.arange(0, DVP)
+    at = out + ((b.to(tl.int64) * SEQ + q_start + rows) * HEADS + h)[:, None] * DV + d[None, :]
+    tl.store(at, acc.to(out.dtype.element_ty), (rows < seq)[:, None] & (d < DV)[None, :])
 
 
-def launch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    args = {"q": q, "k": k, "v": v, "mask": mask, "causal": causal, "scale": scale}
+def launch(*values: Any) -> tuple[Tensor, Tensor]:
+    args = dict(zip(NAMES, values, strict=True))
     sizes = SPEC.axes(args)
     out, lse = SPEC.empty(args, sizes)
-    seq, context, heads, head_dim = (sizes[a] for a in ("seq", "context", "heads", "head_dim"))
-    if out.numel() == 0 or context == 0:
+    if out.numel() == 0 or sizes["kv_heads"] == 0:
         return out.zero_(), lse.fill_(float("-inf"))
-    target = target_of(q.device)
-    q, k, v = shared.dense_rows(q, k, v)
-    tma = shared.uses_tma(target, q, k, v)
-    config = configure(head_dim, q.element_size(), mask is not None, target)
-    dp, bm, bn = next_power_of_2(head_dim), config.block_m, config.block_n
-    mask_arg, mask_strides, mask_constexprs = shared.mask_facts(mask)
-    operands = [descriptor(shared.by_head(t), [1, 1, n, dp]) if tma else t for t, n in ((q, bm), (k, bn), (v, bn))]
-    batch_heads = sizes["batch"] * heads
+    seq, heads = sizes["seq"], sizes["heads"]
+    target = target_of(args["q"].device)
+    q, k, v = shared.dense_rows(args["q"], args["k"], args["v"])
+    page = sizes["k_len"] if args["block_table"] is not None else 0
+    tma = not page and shared.uses_tma(target, q, k, v)
+    config = _config(sizes, args)
+    bm, bn = config.block_m, config.block_n
+    d = shared.dims(sizes["head_dim"], sizes["v_dim"])
+
+    def operand(t: Tensor, rows: int, columns: int) -> Any:
+        return None if not columns else descriptor(shared.by_head(t), [1, 1, rows, columns]) if tma else t
+
     with on_device(q):
+        schedule = None
+        if args["cu_seqlens_q"] is not None:
+            (schedule,) = SPEC.empty_scratch(args, sizes)
+            others = sizes["context"]
+            tiles.schedule(args["cu_seqlens_q"], args["cu_seqlens_k"], args["seqused_k"], seq, others, bm, schedule)
+        facts = shared.launch_facts(args, by_key=False)
+        parallel = heads if schedule is not None else sizes["batch"] * heads
         _launch(
-            _forward_kernel, (cdiv(seq, bm) * batch_heads,),
-            (*operands, mask_arg, out, lse, scale * shared.LOG2E, seq, context, heads, sizes["group"], batch_heads,
-             *shared.row_strides(q, tma), *shared.row_strides(k, tma), *shared.row_strides(v, tma), *mask_strides),
-            {"D": head_dim, "DP": dp, "BM": bm, "BN": bn, "NS": config.num_stages, "AHEAD": config.ahead, "CAUSAL": causal,
-             **mask_constexprs, "TMA": tma, **shared.numerics(scale * shared.LOG2E, q.dtype, target),
-             "num_warps": config.num_warps, "num_stages": config.num_stages},
+            _forward_kernel, ((cdiv(seq, bm) if schedule is None else schedule.shape[0]) * parallel,),
+            (operand(q, bm, d["DP"]), operand(k, bn, d["DP"]), operand(v, bn, d["DVP"]), operand(q, bm, d["D2"]),
+             operand(k, bn, d["D2"]), *facts.tensors, schedule, out, lse, *facts.numbers, seq, sizes["context"], heads, sizes["group"],
+             parallel, shared.section(sizes, args, target), sizes["k_batch"], sizes.get("max_pages", 0), *shared.row_strides(q, tma), *shared.row_strides(k, tma),
+             *shared.row_strides(v, tma), *facts.strides),
+            {**d, "BM": bm, "BN": bn, "NS": config.num_stages, "AHEAD": config.ahead, **facts.constexprs, "PAGE": page, "TMA": tma,
+             **shared.numerics(args, target), "num_warps": config.num_warps, "num_stages": config.num_stages},
         )  # fmt: skip
     return out, lse
 
 
-OP = Op(SPEC, launch, reference, BACKWARD)
+OP = Op(SPEC, launch, reference, BACKWARD, no_grad=frozenset({"block_table", "q_scale", "k_scale", "v_scale"}))
