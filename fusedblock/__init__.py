@@ -4,13 +4,16 @@
     FusedBlock, BlockConfig, KVCache             one layer as a module of its own, without transformers
     load_safetensors, save_safetensors           weights, under their original names
     measure                                      launches, HBM bytes, FLOPs and time before and after fusion
+    register_attention                           "fusedblock" as an attention implementation of transformers
     options                                      debug checks, equal bits from run to run, equal bits whatever the batch
-    rms_norm, layer_norm, qkv_rope, attention, linear, gated_mlp, plain_mlp     the operators themselves
+    attention, flash_attn_func, flash_attn_varlen_func, explain_attention       attention in every form; which kernels, and why
+    rms_norm, layer_norm, qkv_rope, rope, linear, gated_mlp, plain_mlp          the other operators
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 from .options import options as options  # here, since importing the module later would put it in the function's place
@@ -19,12 +22,14 @@ __version__ = "0.1.0"
 
 # Public name -> module that holds it. Resolved on first use: importing fusedblock costs nothing beyond torch.
 _PUBLIC = {
-    "attention": "ops", "gated_mlp": "ops", "layer_norm": "ops", "linear": "ops", "plain_mlp": "ops", "qkv_rope": "ops",
+    "attention": "attention_functions", "explain_attention": "attention_functions", "flash_attn_func": "attention_functions",
+    "flash_attn_varlen_func": "attention_functions",
+    "gated_mlp": "ops", "layer_norm": "ops", "linear": "ops", "plain_mlp": "ops", "qkv_rope": "ops",
     "rms_norm": "ops", "rope": "ops",
     "BlockConfig": "models", "FusedBlock": "models", "KVCache": "cache",
     "explain": "models", "fuse": "models", "unfuse": "models",
     "load_safetensors": "models", "save_safetensors": "models",
-    "measure": "metering",
+    "measure": "metering", "register_attention": "models",
 }  # fmt: skip
 
 __all__ = sorted([*_PUBLIC, "options"])  # noqa: PLE0605
@@ -40,3 +45,9 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_PUBLIC])
+
+
+if "transformers" in sys.modules:  # else `register_attention` or `fuse`
+    from .models.interface import register_if_loaded
+
+    register_if_loaded()

@@ -13,7 +13,9 @@ from .kernels._spec import Spec
 from .options import current
 
 # -inf means something in these: a key that is hidden, a row that attends to nothing.
-_MAY_BE_INFINITE = frozenset({"mask", "lse"})
+_MAY_BE_INFINITE = frozenset({"mask", "bias", "sinks", "lse"})
+# Some rows of q, and of keys and values, may be read by nobody if any of these is given.
+_HIDE = {"q": ("cu_seqlens_q",), **dict.fromkeys("kv", ("mask", "block_map", "cu_seqlens_k", "seqused_k", "block_table"))}
 _reported: set[str] = set()
 
 
@@ -29,10 +31,17 @@ def watching(t: Tensor) -> bool:
     return not (t.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def check_inputs(spec: Spec, args: Mapping[str, Any]) -> None:
-    """Raises FloatingPointError naming the operator and the argument. Keys and values that a mask may hide are not judged."""
+def check_inputs(spec: Spec, args: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
+    """Raises FloatingPointError naming the operator and the argument. Keys and values that a mask may hide are not judged.
+
+    Lengths of sequences that contradict the tensors raise ValueError.
+    """
+    if "seqused_k" in spec.reads:
+        from .kernels._attention_reference import check_lengths  # here, since most operators have none
+
+        check_lengths(spec.name, dict(sizes), args)
     for name in spec.reads:
-        hidden = name in ("k", "v") and args.get("mask") is not None
+        hidden = any(args.get(other) is not None for other in _HIDE.get(name, ()))
         if args[name] is not None and not hidden:
             _finite(f"{spec.name}: {name}", name, args[name], "")
 
@@ -48,6 +57,7 @@ def check_results(spec: Spec, results: tuple[Tensor, ...]) -> None:
 def _finite(what: str, name: str, t: Tensor, more: str) -> None:
     if not t.is_floating_point() or not t.numel():
         return
+    t = t.float() if t.dtype.itemsize == 1 else t  # fp8 has few operators
     bad = t.isnan() if name in _MAY_BE_INFINITE else ~t.isfinite()
     if bad.any():
         count, at = int(bad.sum()), tuple(bad.nonzero()[0].tolist())

@@ -28,7 +28,9 @@ from fusedblock.kernels import norm as _norm
 from fusedblock.kernels import plain_mlp as _plain_mlp
 from fusedblock.kernels import qkv_rope as _qkv_rope
 from fusedblock.kernels import rope as _rope
+from fusedblock.kernels._attention import READS as _READS
 from fusedblock.kernels._attention import normalise_mask
+from fusedblock.kernels._attention_choice import Choice, choose
 from fusedblock.kernels._launch import replays, runs_kernels
 from fusedblock.kernels._math import plain_activate
 from fusedblock.kernels._replay import Fixed, replayed
@@ -39,22 +41,19 @@ from fusedblock.kernels.static_cache import store as store_slots
 from fusedblock.options import current, under
 
 __all__ = [
-    "COSTS", "OPS", "Composite", "Fixed", "ShapeError", "DECODE_ROWS", "Target", "attention",
-    "define", "define_composite", "direct", "dispatched", "empty", "fits_slots",
+    "COSTS", "OPS", "Choice", "Composite", "Fixed", "ShapeError", "Target", "attention_args", "call_attention", "choose",
+    "batch_invariant", "define", "define_composite", "direct", "dispatched", "empty", "fits_slots",
     "gated_mlp", "layer_norm", "linear", "normalise_mask", "plain_activate", "plain_mlp", "refuse_gradients", "qkv_rope",
-    "rms_norm", "rope", "store_slots", "target_of",
+    "rms_norm", "rope", "store_slots", "target_of", "wants_grad",
 ]  # fmt: skip
-
-# Queries times heads of a group up to this many take the split-KV kernel: a tile of them leaves most of the GPU idle.
-DECODE_ROWS = _decode_attention.MAX_ROWS
 
 
 @torch.compiler.assume_constant_result  # torch.compile cannot trace it
-def _batch_invariant() -> bool:
+def batch_invariant() -> bool:
     return current().batch_invariant
 
 
-_target.batch_invariant = _batch_invariant
+_target.batch_invariant = batch_invariant
 _LIBRARY = torch.library.Library("fusedblock", "DEF")
 OPS: dict[str, Op] = {}
 # Op name -> its launches and their costs for given arguments; holds the composite ops of blocks/ too.
@@ -199,8 +198,7 @@ def _computed(op: Op, first: Tensor, args: Sequence[Any], kwargs: Mapping[str, A
 
 def _watched(op: Op, first: Tensor, args: Mapping[str, Any]) -> tuple[Tensor, ...]:
     """The same between the checks of the debug option."""
-    op.spec.axes(args)
-    debug.check_inputs(op.spec, args)
+    debug.check_inputs(op.spec, args, op.spec.axes(args))
     out = _computed(op, first, (), args)
     debug.check_results(op.spec, out)
     return out
@@ -306,7 +304,7 @@ _attention_op = _register(_attention.OP)
 _decode_attention_op = _register(_decode_attention.OP)
 
 
-def _wants_grad(*tensors: Tensor | None) -> bool:
+def wants_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
@@ -324,7 +322,7 @@ def _norm_rows(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, residu
         raise ShapeError(f"{name}: residual has shape {tuple(residual.shape)}, expected {tuple(x.shape)}")
     r = None if residual is None else _rows(name, "residual", residual)
     dtype = x.dtype if residual is None else residual.dtype
-    save = _wants_grad(x, weight, bias)
+    save = wants_grad(x, weight, bias)
     y, _, _ = _norm_op(_rows(name, "x", x), weight, bias, r, kind, eps, weight_offset, round_early, save, dtype)
     return y.view(x.shape)
 
@@ -397,7 +395,7 @@ def qkv_rope(x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor, co
     weights = [_heads_of(f"{n}_weight", t, head_dim) for n, t in zip("qkv", (q_weight, k_weight, v_weight))]
     biases = [_heads_of(f"{n}_bias", t, head_dim) for n, t in zip("qkv", (q_bias, k_bias, v_bias))]
     norms = [t[None] if t is not None and t.dim() == 1 else t for t in (q_norm, k_norm)]
-    save = q_norm is not None and _wants_grad(x, *weights, *biases, *norms)
+    save = q_norm is not None and wants_grad(x, *weights, *biases, *norms)
     q, k, v, _, _ = _qkv_rope_op(x, *weights, *biases, cos, sin, None, *norms, interleaved, norm_kind, eps, weight_offset,
                                  round_early, save)  # fmt: skip
     return q, k, v
@@ -422,7 +420,7 @@ def gated_mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, *, activation: 
     Returns `... ffn`. With gradients wanted the two pre-activations are kept. Raises ShapeError or ValueError naming the
     argument and both values.
     """
-    save = _wants_grad(x, gate_weight, up_weight, gate_bias, up_bias)
+    save = wants_grad(x, gate_weight, up_weight, gate_bias, up_bias)
     rows = _rows("gated_mlp", "x", x)
     out, _, _ = _gated_mlp_op(rows, gate_weight, up_weight, gate_bias, up_bias, None, activation, 0.0, save)
     return out.view(*x.shape[:-1], gate_weight.shape[0])
@@ -435,25 +433,19 @@ def plain_mlp(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activati
     (erf), "gelu_tanh", "relu" or "relu2" (relu squared), on the fp32 sums. Returns `... ffn`. With gradients wanted the
     pre-activation is kept. Raises ShapeError or ValueError naming the argument and both values.
     """
-    out, _ = _plain_mlp_op(_rows("plain_mlp", "x", x), weight, bias, activation, _wants_grad(x, weight, bias))
+    out, _ = _plain_mlp_op(_rows("plain_mlp", "x", x), weight, bias, activation, wants_grad(x, weight, bias))
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Tensor | None = None, scale: float | None = None,
-              return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """softmax(scale * q @ k.T + mask) @ v, never forming the matrix (FlashAttention-2, arXiv 2307.08691).
+def attention_args(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None = None, bias: Tensor | None = None,
+                   sinks: Tensor | None = None, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
+                   left: int = -1, right: int = -1, softcap: float = 0.0) -> tuple[Any, ...]:  # fmt: skip
+    """Arguments of the ops attention and decode_attention, in order, where nothing else is given. mask: see normalise_mask."""
+    known = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "sinks": sinks, "cu_seqlens_q": cu_seqlens_q,
+             "cu_seqlens_k": cu_seqlens_k}  # fmt: skip
+    return (*(known.get(name) for name in _READS), left, right, softcap, scale, 0.0)
 
-    q `batch seq heads head_dim`, k and v `batch context kv_heads head_dim`, heads a multiple of kv_heads, head_dim 16 to 256
-    in multiples of 8; any strides. causal is aligned bottom-right: query i sees keys up to i + context - seq. mask: bool
-    `batch context` or `batch|1 heads|1 seq context` (True: may be attended), or floating `batch|1 heads|1 seq context`
-    added to the logits (no gradient). scale defaults to head_dim**-0.5. Returns out `batch seq heads head_dim`, with
-    return_lse also the natural log-sum-exp `batch heads seq` in fp32 (no gradient). A row that may attend to nothing gives 0
-    and lse -inf. The backward recomputes and is deterministic. Raises ShapeError or ValueError naming the argument and both
-    values.
-    """
-    m = normalise_mask(mask, q, k)
-    few = k.dim() == 4 and k.shape[2] and q.shape[1] * q.shape[2] <= DECODE_ROWS * k.shape[2] and not _wants_grad(q, k, v)
-    few = few and not _batch_invariant()  # split keys are summed in an order of their own
-    op = _decode_attention_op if few else _attention_op
-    out, lse = op(q, k, v, m, causal, q.shape[-1] ** -0.5 if scale is None else scale)
-    return (out, lse) if return_lse else out
+
+def call_attention(op: str, args: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """out and lse of an attention op, for its arguments by name in order."""
+    return (_decode_attention_op if op == "decode_attention" else _attention_op)(*args.values())

@@ -145,8 +145,8 @@ def _config(sizes: Sizes, args: Args) -> Config:
 CONFIGS = tuple(dict.fromkeys(config for rows in TABLE.values() for row in rows for config in row[2:]))
 
 
-def reference(*values: Any) -> tuple[Tensor, Tensor]:
-    args = dict(zip(NAMES, values, strict=True))
+def reference(*values: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    args = {**dict(zip(NAMES, values)), **named}
     sizes = SPEC.axes(args)
     out, lse = SPEC.empty(args, sizes)
     _attention_reference.forward("attention", sizes, args, out, lse)
@@ -386,8 +386,13 @@ def _forward_kernel(
     tl.store(at, acc.to(out.dtype.element_ty), (rows < seq)[:, None] & (d < DV)[None, :])
 
 
-def launch(*values: Any) -> tuple[Tensor, Tensor]:
-    args = dict(zip(NAMES, values, strict=True))
+def launch(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, sinks: Tensor | None, alibi_slopes: Tensor | None,
+    block_map: Tensor | None, prefix_lens: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
+    seqused_k: Tensor | None, block_table: Tensor | None, q_scale: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None,
+    seed: Tensor | None, left: int, right: int, softcap: float, scale: float, dropout_p: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    args = dict(locals())
     sizes = SPEC.axes(args)
     out, lse = SPEC.empty(args, sizes)
     if out.numel() == 0 or sizes["kv_heads"] == 0:

@@ -98,7 +98,7 @@ class Case:
             return list(self.lengths)
         if not (self.seqused or self.paged):
             return [(self.seq, self.context)] * self.batch
-        used = [self.context, self.context // 3, 0, 1]
+        used = [self.context, self.context // 3, 0, 5]
         return [(self.seq, min(self.context, used[b % 4])) for b in range(self.batch)]
 
     def inputs(self, seed: int = 0) -> Inputs:

@@ -23,6 +23,7 @@ ARROWS: dict[str, set[str]] = {
     "options": set(),
     "debug": {"kernels"},
     "ops": {"kernels", "debug"},
+    "attention_functions": {"ops", "kernels", "debug"},
     "interpret": {"kernels"},
     "io": set(),
     "cache": {"ops"},

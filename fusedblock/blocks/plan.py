@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fusedblock.ops import DECODE_ROWS, Target
+from fusedblock.ops import Choice, Target, choose
 
 # Up to this many rows the second norm rides on its neighbours' epilogues. Beyond, its own launch is cheaper: at 4096 rows of an
 # 8B layer it takes 19 us on an H200, the statistics in the epilogues 90 us (2026-11-29).
@@ -114,18 +114,13 @@ def _why_apart(spec: BlockSpec, rows: int, dtype: torch.dtype, training: bool, a
     return f"more than {STATISTICS_ROWS} rows" if rows > STATISTICS_ROWS else None
 
 
-def _attention(spec: BlockSpec, seq: int, decode: bool, masked: bool) -> Launch:
+def _attention(spec: BlockSpec, choice: Choice, masked: bool) -> Launch:
     kind = f", softcap {spec.softcap:g}" if spec.softcap else ""
     if spec.window_left >= 0 or spec.window_right >= 0:
         sides = [f"{n} {side}" for n, side in ((spec.window_left, "before"), (spec.window_right, "after")) if n >= 0]
         kind += f", keys up to {' and '.join(sides)}" + (" if no mask of 4 axes says so" if masked else ": the rest is not read")
-    if decode:
-        why = f"{seq} queries a sequence: keys split over the GPU, heads of a group packed, the parts joined by a second launch"
-        changes = f"gradients, batch_invariant, or more than {DECODE_ROWS} queries times heads of a group: tiles of queries"
-        return Launch("decode_attention", "attention", "triton", why + kind, kernels=2, changes=changes)
-    why = "tiles of queries, the logits never leave the SM" + (", mask read by tile" if masked else "")
-    changes = f"without gradients, at most {DECODE_ROWS} queries times heads of a group: keys split over the GPU"
-    return Launch("attention", "attention", "triton", why + kind, changes=changes)
+    kernels = 2 if choice.splits else 1
+    return Launch(choice.op, "attention", choice.engine, choice.why + kind, kernels=kernels, changes=choice.changes)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -140,8 +135,8 @@ def plan(
     Pure: equal arguments give an
     equal plan.
     """
-    invariant = target.batch_invariant
-    decode = not training and not invariant and not packed and seq * (spec.heads // spec.kv_heads) <= DECODE_ROWS
+    choice = choose(seq=seq, group=spec.heads // spec.kv_heads, target=target, dtype=dtype, training=training, packed=packed,
+                    masked=masked)  # fmt: skip
     alone = _why_apart(spec, batch * seq, dtype, training, autocast, own, target)
     statistics = alone is None
     rows = "one row a program, statistics in fp32"
@@ -183,7 +178,7 @@ def plan(
         steps += [norm("q norm", over), norm("k norm", over)]
     if apart and spec.rope:
         steps.append(Launch("rope", "rotary embedding", "triton", "q and k in one launch"))
-    steps.append(_attention(spec, seq, decode, masked))
+    steps.append(_attention(spec, choice, masked))
     steps += output("attention output", "o", "attn_out_norm", "; leaves the second norm's row sums" if statistics else "")
     if "mlp_norm" in norms and not statistics:
         rides = "" if spec.mlp == "plain" or spec.norm != "rms" else (
@@ -197,4 +192,4 @@ def plan(
         scale = "the norm is a row scale in its epilogue; " if statistics else ""
         steps.append(Launch("gated_mlp", "gate and up", "triton", scale + "both products and the activation"))
     steps += output("down", "down", "mlp_out_norm")
-    return Plan(tuple(steps), statistics, decode)
+    return Plan(tuple(steps), statistics, choice.splits)
