@@ -96,10 +96,19 @@ def _attention(a: Args) -> dict[str, Tensor]:
     group = a["q"].shape[2] // a["k"].shape[2]
     k, v = (repeat(a[n], "batch context heads d -> batch context (heads group) d", group=group) for n in "kv")
     logits = a["scale"] * einsum(a["q"], k, "batch i heads d, batch j heads d -> batch heads i j")
-    if a["causal"]:
-        visible = torch.ones(seq, context, dtype=torch.bool).tril(context - seq)
-        logits = logits.masked_fill(~visible, float("-inf"))
-    out = einsum(logits.softmax(-1), v, "batch heads i j, batch j heads d -> batch i heads d")
+    if a["softcap"]:
+        logits = a["softcap"] * torch.tanh(logits / a["softcap"])
+    if a["bias"] is not None:
+        logits = logits + a["bias"]
+    visible = torch.ones(seq, context, dtype=torch.bool)
+    if a["right"] >= 0:
+        visible = visible.tril(context - seq + a["right"])
+    if a["left"] >= 0:
+        visible = visible.triu(context - seq - a["left"])
+    logits = logits.masked_fill(~visible, float("-inf"))
+    if a["sinks"] is not None:  # a key of value 0
+        logits = torch.cat((logits, a["sinks"].view(1, -1, 1, 1).expand(*logits.shape[:3], 1)), -1)
+    out = einsum(logits.softmax(-1)[..., :context], v, "batch heads i j, batch j heads d -> batch i heads d")
     return {"out": out, "lse": logits.logsumexp(-1)}
 
 

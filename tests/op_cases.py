@@ -215,18 +215,25 @@ def mlp_case(tokens: int, hidden: int, ffn: int, activation: str = "silu", *, bi
     return Case("gated_mlp", f"gated_mlp-{tokens}x{hidden}x{ffn}-{activation}" + "-bias" * bias + "-normed" * normed, make)
 
 
-def attention_case(
-    batch: int, seq: int, context: int, kv_heads: int, group: int, head_dim: int, causal: bool, op: str = "attention"
-) -> Case:
+def attention_case(batch: int, seq: int, context: int, kv_heads: int, group: int, head_dim: int, causal: bool,
+                   op: str = "attention", shaped: bool = False) -> Case:  # fmt: skip
+    """shaped: with a window, softcap, sinks and a bias; attention_cases.py has every option."""
+
     def make(dtype: torch.dtype, g: torch.Generator) -> Args:
-        return {
-            "q": randn(batch, seq, kv_heads * group, head_dim, dtype=dtype, generator=g),
+        heads = kv_heads * group
+        given = {
+            "q": randn(batch, seq, heads, head_dim, dtype=dtype, generator=g),
             **{n: randn(batch, context, kv_heads, head_dim, dtype=dtype, generator=g) for n in "kv"},
-            "mask": None, "causal": causal, "scale": head_dim**-0.5,
+            "left": -1, "right": 0 if causal else -1, "softcap": 0.0, "scale": head_dim**-0.5, "dropout_p": 0.0,
         }  # fmt: skip
+        if shaped:
+            left = context // 2 if op == "attention" else -1  # split keys are read from where the window begins
+            given |= {"left": left, "softcap": 1.5, "sinks": randn(heads, dtype=dtype, generator=g),
+                      "bias": randn(1, heads, seq, context, dtype=dtype, generator=g)}  # fmt: skip
+        return {n: given.get(n) for n in inspect.signature(OPS[op].launch).parameters}
 
     name = f"{op}-{batch}x{seq}:{context}-d{head_dim}-{kv_heads * group}:{kv_heads}"
-    return Case(op, name + "-causal" * causal, make)
+    return Case(op, name + "-causal" * causal + "-shaped" * shaped, make)
 
 
 def sums_of_squares(x: Tensor, g: torch.Generator) -> Tensor:
@@ -253,6 +260,7 @@ SMALL = (
     mlp_case(19, 40, 24, "gelu_tanh"),
     attention_case(2, 5, 7, 1, 2, 16, True),
     attention_case(1, 3, 9, 2, 1, 24, False),
+    attention_case(2, 4, 7, 1, 2, 16, True, shaped=True),
     linear_case(19, 40, 24, "bias residual wide columns", 0.25),
     plain_mlp_case(5, 24, 40, "gelu", "bias"),
     plain_mlp_case(19, 40, 24, "relu2", "columns"),
@@ -266,6 +274,7 @@ FORWARD_ONLY = (
     qkv_case(2, 3, 24, 16, 1, 2, normed=True),
     mlp_case(19, 40, 24, normed=True, save=False),
     attention_case(2, 3, 150, 2, 2, 24, True, "decode_attention"),
+    attention_case(2, 2, 150, 1, 4, 24, True, "decode_attention", shaped=True),
     plain_mlp_case(19, 40, 24, "relu", "bias columns", save=False),
     layer_norm_case(3, 40, "bias accurate", save=False),
 )

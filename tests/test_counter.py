@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fusedblock import attention
 from fusedblock.kernels._spec import Cost
 from fusedblock.metering.counter import TrafficCounter
-from fusedblock.ops import COSTS, attention, gated_mlp, linear, qkv_rope, rms_norm
+from fusedblock.ops import COSTS, gated_mlp, linear, qkv_rope, rms_norm
 
 BF16 = torch.bfloat16
 

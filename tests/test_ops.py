@@ -30,6 +30,7 @@ from op_cases import (
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+import fusedblock
 from fusedblock import ops
 from fusedblock.kernels import _gemm
 from fusedblock.kernels._target import TARGETS
@@ -389,7 +390,7 @@ def public(op: str):
     if op == "qkv_rope":
         cos, sin = (t[..., :8] for t in op_cases.rotary_tables(1, 3, 16, torch.float32))
         return lambda x, q, k, v: ops.qkv_rope(x, q, k, v, cos, sin, head_dim=16), [(2, 3, 24), (32, 24), (16, 24), (16, 24)]
-    return lambda q, k, v: ops.attention(q, k, v, causal=True), [(2, 3, 2, 16), (2, 5, 1, 16), (2, 5, 1, 16)]
+    return lambda q, k, v: fusedblock.attention(q, k, v, causal=True), [(2, 3, 2, 16), (2, 5, 1, 16), (2, 5, 1, 16)]
 
 
 PUBLIC = ("rms_norm", "layer_norm", "linear", "qkv_rope", "qkv_norm_rope", "rope", "gated_mlp", "plain_mlp", "attention")
