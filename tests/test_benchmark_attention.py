@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import inspect
 import json
 import subprocess
 import time
@@ -15,18 +14,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import fusedblock
 from benchmarks import ahead, attention, rows
 from benchmarks.attention import BACKWARD, FORWARD, cases, groups, guarded, targets, targets_text
 from benchmarks.attention_forms import COMPILED, FORMS, standard
 from benchmarks.attention_problem import Inputs, Problem, make_inputs, plain
-from benchmarks.engine import Candidate, Case, Settings, errors, run
+from benchmarks.engine import Candidate, Case, Settings, errors, run, tensors, verdict
 from fusedblock.metering.counter import TrafficCounter
 from fusedblock.metering.timing import CpuTimer
 
 CPU = torch.device("cpu")
 TINY = {group.name: group for group in groups(True)}
-COMPLETE = "block_map" in inspect.signature(fusedblock.attention).parameters
 
 
 def settings(seconds_left: float = 1e6) -> Settings:
@@ -134,13 +131,13 @@ def test_peers_compute_the_same(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TINY)
-@pytest.mark.skipif(not COMPLETE, reason="fusedblock.attention does not have all of its arguments yet")
 def test_ours_is_called_as_the_case_says(name: str) -> None:
     for case in cases(TINY[name], True, CPU):
-        case.implementations = {n: b for n, b in case.implementations.items() if n.startswith("fusedblock")}
-        assert case.implementations and {(r.impl, r.status) for r in run(case, settings())} == {
-            (n, "ok") for n in case.implementations
-        }
+        builders = [build for n, build in case.implementations.items() if n.startswith("fusedblock")]
+        assert builders and case.yardstick is not None
+        for build in builders:
+            results, reference = tensors(build().calls[0]()), case.reference()
+            assert verdict(errors(results, reference), errors(case.yardstick(), reference)) == "ok"
 
 
 def test_cases_are_those_of_the_issue() -> None:
@@ -230,14 +227,13 @@ def test_dry_run_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFix
         elif r.impl == "fa4":
             assert r.status == "not installed: flash_attn"
         else:
-            assert (r.impl, r.bench) == ("flex", BACKWARD) and "CPU" in r.status or "fp8" in r.case and not COMPLETE, r
+            assert (r.impl, r.bench) == ("flex", BACKWARD) and "CPU" in r.status, r
     data = json.loads(path.read_text())
     assert {t["what"].rpartition(": ")[2] for t in data["targets"]} >= {"sdpa, cudnn"}
     assert all(s["bytes"] > s["least"] > 0 for s in data["three_steps"]) and len(data["three_steps"]) == 1
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not COMPLETE, reason="fusedblock.attention does not have all of its arguments yet")
 def test_whole_dry_run(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     assert attention.main(arguments("--dry", "--json", str(path))) == 0
