@@ -83,8 +83,8 @@ def flag(*names: str) -> Callable[[Args], bool]:
 
 @dataclass(frozen=True)
 class Stage:
-    """One launch of an op. Names are arguments, results or scratch ("A|B": the first of them that exists);
-    flops(sizes, args) -> model FLOPs or (model, executed)."""
+    """One launch of an op, made where something that it reads and something that it writes exist. Names are arguments, results
+    or scratch ("A|B": the first of them that exists); flops(sizes, args) -> model FLOPs or (model, executed)."""
 
     name: str
     reads: tuple[str, ...]
@@ -167,22 +167,25 @@ class Spec:
         sizes = self.axes(args)
         made = {n: w for n, w in {**self.writes, **self.scratch}.items() if w.when(args)}
 
+        def found(names: tuple[str, ...]) -> list[str]:
+            first = (next((n for n in name.split("|") if n in made or args.get(n) is not None), None) for name in names)
+            return [name for name in first if name is not None]
+
         def size_of(name: str) -> int:
-            name = next((n for n in name.split("|") if n in made or args.get(n) is not None), name)
             if name in made:
                 w = made[name]
                 return prod(sizes[a] for a in w.axes.split()) * self.dtype(w, args).itemsize
             some = self.read_bytes[name](sizes, args) if name in self.read_bytes else None
-            return some if some is not None else nbytes(args[name]) if isinstance(args.get(name), Tensor) else 0
+            return some if some is not None else nbytes(args[name]) if isinstance(args[name], Tensor) else 0
 
         costs = []
         for stage in self.stages or (Stage(self.name, tuple(self.reads), tuple(self.writes), self.flops),):
-            writes = [n for n in stage.writes if n in made]
-            if not writes:
+            reads, writes = found(stage.reads), [n for n in found(stage.writes) if n in made]
+            if not reads or not writes:
                 continue
             flops = stage.flops(sizes, args)
             model, executed = flops if isinstance(flops, tuple) else (flops, flops)
-            costs.append(Cost(stage.name, sum(map(size_of, stage.reads)), sum(map(size_of, writes)), model, executed))
+            costs.append(Cost(stage.name, sum(map(size_of, reads)), sum(map(size_of, writes)), model, executed))
         return tuple(costs)
 
 
