@@ -154,7 +154,7 @@ def normalise_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
             f"attention: mask has shape {tuple(mask.shape)}, expected (batch context) or (1|batch 1|heads 1|seq context)"
         )
     for axis, got, want in zip(("batch", "heads", "seq", "context"), mask.shape, (batch, heads, seq, context)):
-        if got not in (1, want):
+        if got != 1 and got != want:  # not `in`, which torch.compile takes wrongly for symbolic sizes
             raise ShapeError(f"attention: mask of shape {tuple(mask.shape)} has {axis}={got}, but q and k have {axis}={want}")
     return mask.expand(-1, -1, -1, context)
 
@@ -310,10 +310,19 @@ def dims(head_dim: int, v_dim: int, split: bool = True) -> dict[str, int]:
             "DVP": max(16, next_power_of_2(v_dim))}  # fmt: skip
 
 
-def section(sizes: Sizes, args: Args, target: Target) -> int:
-    """How many (batch entry, head) pairs go through their tiles together: those whose keys and values half of L2 holds."""
-    size = args["k"].element_size() * sizes["context"] * (sizes["head_dim"] + sizes["v_dim"])
-    return max(1, target.l2_bytes // 2 // max(1, size)) * sizes["group"]
+def reach(sizes: Sizes, args: Args) -> int:
+    """How many keys a query sees at most, as far as the arguments' shapes and numbers tell."""
+    window = args["left"] + 1 + args["right"] if args["left"] >= 0 and args["right"] >= 0 else sizes["context"]
+    return min(sizes["context"], window)
+
+
+def section(sizes: Sizes, args: Args, target: Target, by_key: bool = False) -> int:
+    """How many (batch entry, head) pairs go through their tiles together: few, so that L2 keeps what they share; by_key how many
+    (batch entry, key head) pairs. H200, 2026-11-29, causal B4 S4096: 8 heads 1.20 ms, 16 1.21, 32 1.27, 64 1.29, all 1.33."""
+    if by_key:
+        rows = args["q"].element_size() * sizes["seq"] * sizes["group"] * (sizes["head_dim"] + sizes["v_dim"])
+        return max(1, min(4, target.l2_bytes // 2 // max(1, rows)))
+    return max(1, 8 // sizes["group"]) * sizes["group"]
 
 
 def dense_rows(*tensors: Tensor) -> list[Tensor]:

@@ -92,11 +92,16 @@ class Config:
 # Besides softcap, dropout and fp8, what costs so many registers that smaller tiles are better: tiles of their own, or rows of v
 # that have to be zeroed.
 _HEAVY = ("mask", "bias", "cu_seqlens_q", "seqused_k", "block_table")
+SHORT = 256  # keys within a query's reach up to which latency decides, not tensor cores
+MIDDLE = 1024
 # (columns of q or v at most, bytes an element at most) -> Config, first match wins. Plain / with an option that costs registers.
 TABLE: dict[str, tuple[tuple[int, int, Config, Config], ...]] = {
-    # H200, 2026-11-29, bf16 causal and full, S 4096 to 16384: 128x128 w8 s2 was the fastest form (424-497 TFLOP/s at D=128).
+    # H200, 2026-11-29, bf16, in ms beside cuDNN's. D=128, causal B4 S4096: 128x64 s3 ahead 1.20, 128x128 s2 ahead 1.24, 64x64 w4
+    # 1.27, 128x64 w4 1.29, cuDNN 0.91; softcap 1.82, other forms 1.95 and more; 16 packed documents 1.84, 128x128 2.00. D=64:
+    # 64x64 w4 s2 0.67, 128x64 w4 s3 ahead 0.74, 128x128 0.89, cuDNN 0.63. D=256: 128x64 1.10, 64x64 w4 1.47, cuDNN 0.86.
     "hopper": (
-        (128, 2, Config(128, 128, 8, 2, True), Config(128, 64, 8, 2, True)),
+        (64, 2, Config(64, 64, 4, 2), Config(64, 64, 4, 2)),
+        (128, 2, Config(128, 64, 8, 3, True), Config(128, 64, 8, 3, True)),
         (256, 2, Config(128, 64, 8, 2, True), Config(64, 64, 4, 2)),
         (1024, 2, Config(64, 32, 8, 2), Config(64, 32, 8, 1)),
         (64, 8, Config(64, 64, 4, 2), Config(64, 32, 4, 1)),
@@ -127,22 +132,29 @@ TABLE: dict[str, tuple[tuple[int, int, Config, Config], ...]] = {
 }
 
 
-def configure(head_dim: int, itemsize: int, heavy: bool, target: Target) -> Config:
-    """head_dim: the larger of q's and v's; heavy: with options that cost registers."""
-    rows = TABLE[shared.kind_of(target)]
-    heavy = heavy or target.batch_invariant  # the blocks of keys, and so the order of a row's sums, must not tell them apart
-    return next(
-        (costly if heavy else plain) for d, size, plain, costly in rows if head_dim <= d and itemsize <= size
-    )  # fmt: skip
+# The same card and day, D=128, 32k tokens: S64 0.24 (cuDNN 0.37), S128 0.26 (0.19), S256 0.33 (0.24); of the configs above 0.42
+# to 0.76. S512: 128x32 0.27 (0.18), of the config above 0.38.
+_SHORT, _MIDDLE = Config(64, 64, 4, 1), Config(128, 32, 8, 3)
+
+
+def configure(head_dim: int, itemsize: int, heavy: bool, target: Target, reach: int = MIDDLE + 1) -> Config:
+    """head_dim: the larger of q's and v's; heavy: with options that cost registers; reach: keys that a query sees at most."""
+    kind = shared.kind_of(target)
+    if not target.batch_invariant and kind == "hopper" and itemsize <= 2 and head_dim <= 128 and reach <= MIDDLE:
+        return _SHORT if reach <= SHORT or head_dim <= 64 else _MIDDLE
+    # With batch_invariant the blocks of keys, and so the order of a row's sums, must not tell what comes with them.
+    heavy = heavy or target.batch_invariant
+    return next((costly if heavy else plain) for d, size, plain, costly in TABLE[kind] if head_dim <= d and itemsize <= size)
 
 
 def _config(sizes: Sizes, args: Args) -> Config:
     heavy = args["dropout_p"] > 0 or args["softcap"] > 0 or shared.given(args, *_HEAVY) or args["q"].dtype is FP8
     itemsize = max(2, args["q"].element_size())  # fp8 is widened
-    return configure(max(sizes["head_dim"], sizes["v_dim"]), itemsize, heavy, target_of(args["q"].device))
+    target = target_of(args["q"].device)
+    return configure(max(sizes["head_dim"], sizes["v_dim"]), itemsize, heavy, target, shared.reach(sizes, args))
 
 
-CONFIGS = tuple(dict.fromkeys(config for rows in TABLE.values() for row in rows for config in row[2:]))
+CONFIGS = (*dict.fromkeys(config for rows in TABLE.values() for row in rows for config in row[2:]), _SHORT, _MIDDLE)
 
 
 def reference(*values: Any, **named: Any) -> tuple[Tensor, Tensor]:
