@@ -8,10 +8,14 @@ from typing import Any
 import torch
 from llama import EOS, PAD, prompt
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.masking_utils import sdpa_mask
+
+import fusedblock
 
 SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": EOS}
+_MODERNBERT = {"local_attention": 6, "global_attn_every_n_layers": 2, "cls_token_id": None, "sep_token_id": None}
 # What a family needs beside SIZES so that its own numerics take part. Two entries: two variants of it.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -19,14 +23,19 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
     "qwen3": ("qwen3", {"head_dim": 32}),
     "gemma": ("gemma", {"head_dim": 16}),
+    "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 10, "attn_logit_softcapping": 2.0}),
+    "gemma3_text": ("gemma3_text", {"head_dim": 16, "sliding_window": 6, "sliding_window_pattern": 2,
+                                    "query_pre_attn_scalar": 10}),
     "phi3": ("phi3", {"partial_rotary_factor": 0.5, "sliding_window": 6}),
     "gpt2": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
     "gpt_neox": ("gpt_neox", {"rotary_pct": 0.5, "hidden_act": "gelu"}),
     "gpt_neox-sequential": ("gpt_neox", {"use_parallel_residual": False, "hidden_act": "gelu_new"}),
     "starcoder2": ("starcoder2", {"sliding_window": 6}),
     "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {"sliding_window": 6}),
     "cohere": ("cohere", {}),
     "cohere-qk_norm": ("cohere", {"use_qk_norm": True}),
+    "cohere2": ("cohere2", {"sliding_window": 6, "sliding_window_pattern": 2}),
     "granite": ("granite", {"residual_multiplier": 0.3, "attention_multiplier": 0.11}),
     "smollm3": ("smollm3", {"no_rope_layer_interval": 2}),
     "glm": ("glm", {"head_dim": 16, "attention_bias": True}),
@@ -35,12 +44,15 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("bert", {}),
     "roberta": ("roberta", {}),
     "vit": ("vit", {"image_size": 16, "patch_size": 4}),
+    "modernbert": ("modernbert", _MODERNBERT),
+    "modernbert-biases": ("modernbert", {**_MODERNBERT, "norm_bias": True, "mlp_bias": True, "attention_bias": True}),
 }
-ENCODERS = ("bert", "roberta", "vit")
+ENCODERS = ("bert", "roberta", "vit", "modernbert")
+IMPLEMENTATIONS = ("eager", "sdpa", "fusedblock")
 DECODERS = tuple(name for name, (family, _) in CONFIGS.items() if family not in ENCODERS)
 NO_DROPOUT = {name: 0.0 for name in (
     "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout",
-    "hidden_dropout", "residual_dropout", "embedding_dropout",
+    "hidden_dropout", "residual_dropout", "embedding_dropout", "mlp_dropout",
 )}  # fmt: skip
 
 
@@ -56,8 +68,38 @@ def config(name: str, **changes: Any) -> Any:
     return AutoConfig.for_model(family, **{**sizes, **NO_DROPOUT, **own, **changes})
 
 
-def build(name: str, implementation: str = "sdpa", seed: int = 0, **changes: Any) -> nn.Module:
-    """An fp32 model in eval mode. No norm weight, bias or projection is trivial."""
+def implementations(name: str) -> tuple[str, ...]:
+    """The attentions that have all of the family's numerics: sdpa has no softcap."""
+    return tuple(which for which in IMPLEMENTATIONS if which != "sdpa" or CONFIGS[name][0] != "gemma2")
+
+
+def plain_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scaling: float,
+    softcap: float | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attention "plain" of transformers' models, in the dtype it is given: eager attention takes its softmax in fp32."""
+    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
+    logits = query @ key.transpose(-1, -2) * scaling
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if mask is not None:
+        logits = logits.masked_fill(~mask, float("-inf"))
+    return (logits.softmax(-1).nan_to_num(0.0) @ value).transpose(1, 2).contiguous(), None
+
+
+def _plain_mask(*args: Any, **kwargs: Any) -> Tensor:
+    return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+
+
+AttentionInterface.register("plain", plain_attention)
+AttentionMaskInterface.register("plain", _plain_mask)
+
+
+def build(name: str, implementation: str = "", seed: int = 0, **changes: Any) -> nn.Module:
+    """An fp32 model in eval mode, by default with sdpa attention where that has all its numerics. No norm weight, bias or
+    projection is trivial."""
+    fusedblock.register_attention()
+    implementation = implementation or ("sdpa" if "sdpa" in implementations(name) else "eager")
     torch.manual_seed(seed)
     made = config(name, **changes)
     kind = AutoModel if CONFIGS[name][0] in ENCODERS else AutoModelForCausalLM

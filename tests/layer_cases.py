@@ -61,13 +61,15 @@ def shapes(spec: BlockSpec, biases: bool = False) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def make_weights(spec: BlockSpec, dtype: torch.dtype, biases: bool = False, seed: int = 0) -> BlockWeights:
+def make_weights(spec: BlockSpec, dtype: torch.dtype, biases: bool = False, seed: int = 0, sinks: bool = False) -> BlockWeights:
     g = torch.Generator().manual_seed(seed)
     made = {}
     for name, shape in shapes(spec, biases).items():
         matrix = len(shape) == 2 and "norm" not in name
         inner = shape[0 if spec.transposed else 1] if matrix else 1
         made[name] = randn(*shape, dtype=dtype, generator=g, scale=inner**-0.5)
+    if sinks:
+        made["sinks"] = randn(spec.heads, dtype=dtype, generator=g)
     return BlockWeights(**made)
 
 
@@ -86,7 +88,8 @@ def inputs(spec: BlockSpec, dtype: torch.dtype, batch: int, seq: int, seed: int 
 
 
 def plain_layer(spec: BlockSpec, w: BlockWeights, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None, *,
-                mask: Tensor | None = None, causal: bool = True, update: Any = None) -> Tensor:  # fmt: skip
+                mask: Tensor | None = None, causal: bool = True, windowed: bool = True, cu_seqlens: Any = (None, None),
+                update: Any = None) -> Tensor:  # fmt: skip
     """What transformers computes for such a layer, in x's dtype."""
 
     def norm(t: Tensor, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
@@ -140,11 +143,23 @@ def plain_layer(spec: BlockSpec, w: BlockWeights, x: Tensor, cos: Tensor | None 
     visible = torch.ones(seq, context, dtype=torch.bool, device=x.device)
     if causal:
         visible = visible.tril(context - seq)
+    if windowed and spec.window_left >= 0:
+        visible = visible.triu(context - seq - spec.window_left)
+    if windowed and spec.window_right >= 0:
+        visible = visible.tril(context - seq + spec.window_right)
+    if cu_seqlens[0] is not None:  # of one batch
+        places = (torch.bucketize(torch.arange(n), b, right=True) for n, b in zip((seq, context), cu_seqlens))
+        visible = visible & torch.eq(*(p[:, None] if i == 0 else p for i, p in enumerate(places)))
+    if spec.softcap:
+        logits = spec.softcap * torch.tanh(logits / spec.softcap)
     if mask is not None and mask.dtype is torch.bool:
         visible = visible & (mask[:, None, None] if mask.dim() == 2 else mask)
     elif mask is not None:
         logits = logits + mask.to(logits.dtype)
-    p = logits.masked_fill(~visible, float("-inf")).softmax(-1).nan_to_num(0.0)  # a row that sees nothing gives 0
+    logits = logits.masked_fill(~visible, float("-inf"))
+    if w.sinks is not None:
+        logits = torch.cat((logits, w.sinks.view(-1, 1, 1).expand(len(x), -1, seq, -1)), -1)
+    p = logits.softmax(-1).nan_to_num(0.0)[..., :context]  # a row that sees nothing gives 0
     attended = project((p @ v).transpose(1, 2).flatten(2), w.o, w.o_bias)
 
     def add(residual: Tensor, branch: Tensor, name: str) -> Tensor:

@@ -42,9 +42,13 @@ def assert_words_are_those_of_transformers(family: str) -> None:
     checked = 0
     assert FAMILIES[family].config_words.keys() <= {field.name for field in dataclasses.fields(ours)}
     for field in dataclasses.fields(ours):
-        name = field.name if hasattr(theirs, field.name) else other_names.get(field.name, field.name)
+        name = other_names.get(field.name, field.name)
+        name = name if hasattr(theirs, name) else field.name
         elsewhere = ("rope_parameters", "max_position_embeddings", "layer_types", "no_rope_layers")
         known = field.name in FAMILIES[family].config_words or field.name == "intermediate_size"
+        if field.name == "sliding_window_pattern" and known:  # which transformers' configs only make their layer_types of
+            types = [dataclasses.replace(ours, layer_idx=i).layer_type for i in range(theirs.num_hidden_layers)]
+            assert types == list(theirs.layer_types)
         if field.name in elsewhere or not known or not hasattr(theirs, name):
             continue
         want, got = getattr(theirs, name), getattr(ours, field.name)
@@ -60,7 +64,11 @@ def assert_words_are_those_of_transformers(family: str) -> None:
     assert checked >= 5
     if FAMILIES[family].rope:
         rope = theirs.rope_parameters
-        assert ours.rope_theta == rope["rope_theta"] and ours.rope_parameters == {"rope_type": "default"}
+        rope = theirs.rope_parameters
+        for index in range(theirs.num_hidden_layers if FAMILIES[family].thetas else 1):
+            kind = theirs.layer_types[index] if FAMILIES[family].thetas else None
+            want = rope[kind] if kind else rope
+            assert dataclasses.replace(ours, layer_idx=index).rope == {"rope_type": "default", "rope_theta": want["rope_theta"]}
         assert (ours.partial_rotary_factor or 1.0) == rope.get("partial_rotary_factor", 1.0)
 
 
@@ -100,8 +108,23 @@ def test_layers_differ_by_their_index() -> None:
     assert [dataclasses.replace(qwen, layer_idx=i).window for i in range(3)] == [None, 7, 7]
     mistral = BlockConfig(model_type="mistral", **SIZES, num_key_value_heads=4)
     assert (mistral.window, dataclasses.replace(mistral, sliding_window=None).window) == (4096, None)
+    bert = BlockConfig(model_type="modernbert", **SIZES)
+    assert [dataclasses.replace(bert, layer_idx=i).window for i in range(4)] == [None, 65, 65, None]  # of 128: 64 and itself
     null = {"model_type": "mistral", **SIZES, "num_key_value_heads": 4, "sliding_window": None}
     assert BlockConfig.from_dict(null).window is None
+
+
+def test_rope_by_layer_type() -> None:
+    """As transformers writes it now and wrote it before: the layers that see far may be scaled, the others have a theta."""
+    far, near = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}, {"rope_type": "default", "rope_theta": 1e4}
+    gemma = {"model_type": "gemma3_text", **SIZES}
+    nested = {**gemma, "rope_parameters": {"full_attention": far, "sliding_attention": near}}
+    flat = {**gemma, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"type": "linear", "factor": 8.0}}
+    for layer, want in ((4, near), (5, far)):
+        assert [BlockConfig.from_dict(words, layer_idx=layer).rope for words in (nested, flat)] == [want, want]
+    assert dataclasses.replace(BlockConfig.from_dict(nested), layer_idx=5).rope == far
+    with pytest.raises(ValueError, match="have factor beside layer types"):
+        BlockConfig.from_dict({**gemma, "rope_parameters": {"full_attention": far, "factor": 2.0}})
 
 
 def test_a_config_is_a_value() -> None:
@@ -165,7 +188,7 @@ def test_a_bad_file_is_named(tmp_path: Path) -> None:
     for text, message in {
         "{": "is no JSON", "[]": "holds a list", "{}": "has no model_type",
         '{"model_type": "bloom"}': "model_type='bloom', expected one of",
-        '{"model_type": "gemma2"}': "model_type='gemma2', attention logit softcapping has no kernel yet",
+        '{"model_type": "mixtral"}': "model_type='mixtral', experts .MoE. have no kernel yet",
         '{"model_type": "llama", "hidden_size": 64}': "'llama' lacks intermediate_size, num_attention_heads",
         json.dumps({"model_type": "gpt2", "n_embd": 64, "hidden_size": 32, "n_head": 4}): "hidden_size=32, but n_embd=64",
         json.dumps({"model_type": "llama", **SIZES, "num_hidden_layers": 2}): "layer_idx=2, but num_hidden_layers=2",

@@ -23,8 +23,9 @@ BF16 = torch.bfloat16
 
 
 def compare(spec: BlockSpec, dtype: torch.dtype, target: str, *, batch: int = 1, seq: int = 37, biases: bool = False,
-            past: int | None = None, gradients: bool = False, **options: Any) -> dict[str, Tensor]:  # fmt: skip
-    w, given = make_weights(spec, dtype, biases), inputs(spec, dtype, batch, seq)
+            past: int | None = None, gradients: bool = False, sinks: bool = False,
+            **options: Any) -> dict[str, Tensor]:  # fmt: skip
+    w, given = make_weights(spec, dtype, biases, sinks=sinks), inputs(spec, dtype, batch, seq)
     if past is not None:
         options["update"] = Cache(spec, dtype, batch, past)
     with recording(target) as launches:
@@ -86,6 +87,32 @@ def test_masks(kind, target, gradients):
 
 def test_without_causality():
     compare(LLAMA, torch.float32, "sm_90", seq=19, causal=False)
+
+
+WINDOW = dataclasses.replace(LLAMA, window_left=6, softcap=1.5)
+BOTH_WAYS = dataclasses.replace(LLAMA, window_left=4, window_right=4)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("target", PATHS)
+def test_windows_softcap_and_sinks(target, gradients):
+    options = {"target": target, "batch": 2, "seq": 19, "gradients": gradients}
+    compare(WINDOW, torch.float32, sinks=True, **options)
+    compare(WINDOW, torch.float32, sinks=True, mask=masks(2, 19, 19)["padding"], **options)
+    compare(BOTH_WAYS, torch.float32, causal=False, **options)
+    compare(WINDOW, torch.float32, windowed=False, **options)
+
+
+@pytest.mark.parametrize("seq", [1, 5])
+def test_windows_softcap_and_sinks_after_a_cache(seq):
+    compare(WINDOW, BF16, "sm_90", batch=2, seq=seq, past=20, sinks=True)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize(("spec", "causal"), [(WINDOW, True), (BOTH_WAYS, False)], ids=["causal", "both ways"])
+def test_packed_sequences(spec, causal, gradients):
+    bounds = torch.tensor([0, 4, 4, 13, 19], dtype=torch.int32)
+    compare(spec, torch.float32, "sm_90", seq=19, causal=causal, cu_seqlens=(bounds, bounds), gradients=gradients)
 
 
 @pytest.mark.parametrize("gradients", [False, True])
@@ -195,11 +222,11 @@ def composite_arguments(name: str, dtype: torch.dtype, batch: int = 2, seq: int 
     if name in ("block_front", "block_front_rows"):
         return (x, cos, sin, *w, *numbers)
     if name == "block":
-        return (x, cos, sin, mask, -1, 0, None, *w, *numbers)
+        return (x, cos, sin, mask, -1, 0, None, None, *w, *numbers)
     g = torch.Generator().manual_seed(3)
     q, k, v = (randn(batch, seq, n, 16, dtype=dtype, generator=g) for n in (4, 2, 2))
     rows = randn(batch * seq, spec.hidden, dtype=dtype, generator=g) if spec.norms == "attn_norm" else None
-    return (x, rows, q, k, v, mask, -1, 0, None, *w, *numbers)
+    return (x, rows, q, k, v, mask, -1, 0, None, None, *w, *numbers)
 
 
 COMPOSITES = ("block", "block_front", "block_back")

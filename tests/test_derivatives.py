@@ -53,7 +53,7 @@ def test_a_composite_op_refuses_gradients() -> None:
 
     table = torch.randn(1, 3, binding.spec.head_dim)
     block, numbers = torch.ops.fusedblock.block.default, core._numbers(binding.spec)
-    y = block(x.requires_grad_(), table, table, None, -1, 0, None, *binding.weights, *numbers)
+    y = block(x.requires_grad_(), table, table, None, -1, 0, None, None, *binding.weights, *numbers)
     with pytest.raises(NotImplementedError, match="block: no gradients"):
         y.sum().backward()
 

@@ -28,7 +28,7 @@ ARROWS: dict[str, set[str]] = {
     "io": set(),
     "cache": {"ops"},
     "blocks": {"ops", "cache", "debug"},
-    "models": {"blocks", "ops", "io", "cache"},
+    "models": {"blocks", "ops", "io", "cache", "attention_functions"},
     "metering": {"models", "blocks", "ops", "kernels", "interpret"},
     "cli": {"kernels", "ops", "interpret", "io", "cache", "blocks", "models", "metering"},
     "__main__": {"cli"},

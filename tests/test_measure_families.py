@@ -23,7 +23,7 @@ CASES = [
     pytest.param(name, *work, marks=[pytest.mark.slow] if work in MORE else [], id="-".join(map(str, (name, *work))))
     for name in families.CONFIGS
     for work in WORKLOADS + MORE
-    if work[2] is None or name in families.DECODERS
+    if (work[2] is None or name in families.DECODERS) and work[3] in families.implementations(name)
 ]
 
 
@@ -72,7 +72,8 @@ def test_of_a_config(name: str) -> None:
     config = families.config(name, num_hidden_layers=1)
     config.dtype = torch.float32
     model = families.build(name, num_hidden_layers=1)
-    whole, one = (measure(subject, batch=2, seq=17, baseline="sdpa") for subject in (model, config))
+    which = next(which for which in ("sdpa", "eager") if which in families.implementations(name))
+    whole, one = (measure(subject, batch=2, seq=17, baseline=which) for subject in (model, config))
     assert one.layers == 1 and one.before.rows == tuple(r for r in whole.before.rows if r.where == "layers")
     assert one.after.rows == tuple(r for r in whole.after.rows if r.where == "layers")
 
@@ -83,6 +84,11 @@ def test_an_encoder_has_no_cache(name: str, phase: str, seq: int) -> None:
     cls = type(decoder_layers(families.build(name))[0]).__name__
     with pytest.raises(ValueError, match=f"{cls} attends both ways: it has no cache"):
         measure(families.build(name), batch=1, seq=seq, phase=phase, context=16)
+
+
+def test_sdpa_has_no_softcap_to_measure() -> None:
+    with pytest.raises(ValueError, match="no softcap, Gemma2DecoderLayer has softcap=2.0; use baseline='eager'"):
+        measure(families.build("gemma2"), batch=1, seq=4)
 
 
 def test_outside_counts_the_last_norm_whatever_its_name() -> None:
@@ -97,7 +103,7 @@ def test_outside_counts_the_last_norm_whatever_its_name() -> None:
 
 def test_layers_of_one_model_that_attend_differently_are_apart() -> None:
     """One of Qwen2's has a window, one of SmolLM3's no rotary embedding; GPT-2's differ in a scale, which costs nothing."""
-    for name, apart in (("qwen2", 2), ("smollm3", 2), ("gpt2", 1), ("llama", 1)):
+    for name, apart in (("qwen2", 2), ("smollm3", 2), ("gemma2", 2), ("cohere2", 2), ("gpt2", 1), ("llama", 1)):
         assert len(groups(decoder_layers(families.build(name)))) == apart
     config = families.config("vit")
     kept = copy.deepcopy(config.to_dict())

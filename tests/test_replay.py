@@ -39,7 +39,7 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _compose(w: BlockWeights, given: list[Tensor]) -> Tensor:
-    return core._compose_block(ops.direct, SPEC, w, *given, None, -1, 0, None)
+    return core._compose_block(ops.direct, SPEC, w, *given, None, -1, 0, None, None)
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
@@ -95,7 +95,7 @@ def test_parts_of_one_weight_are_found_in_another(name: str, seq: int) -> None:
 
     def compose(w: BlockWeights, given: list[Tensor]) -> Tensor:
         x, cos, sin = given if spec.rope else (*given, None, None)
-        return core._compose_block(ops.direct, spec, w, x, cos, sin, None, -1, 0, None)
+        return core._compose_block(ops.direct, spec, w, x, cos, sin, None, -1, 0, None, None)
 
     def tensors(w: BlockWeights, given: list[Tensor]) -> list[Tensor]:
         return [*given, *[t for t in w if t is not None]]

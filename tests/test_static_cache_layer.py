@@ -39,7 +39,7 @@ def test_slots_are_filled_and_attended(masked: bool) -> None:
     with interpret(TARGETS["sm_90"]), torch.no_grad():
         q, k, v = core._compose_front(ops.direct, SPEC, w, x, cos, sin)
         keys, values = (t.transpose(1, 2) for t in caches[0].update(k.transpose(1, 2), v.transpose(1, 2), 0))
-        scope = ops.normalise_mask(mask, q, keys), -1, -1, None
+        scope = ops.normalise_mask(mask, q, keys), -1, -1, None, None
         want = core._compose_back(ops.direct, SPEC, w, x, None, q, keys, values, *scope)
         got, program = _replay.record(lambda: compose(1), inputs(1))
         assert torch.equal(got, want)

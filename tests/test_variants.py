@@ -44,7 +44,7 @@ def _table(seq: int) -> Tensor:
 
 
 def _prefill(w: BlockWeights, batch: int, seq: int) -> None:
-    core._compose_block(ops.direct, SPEC, w, _empty(batch, seq, SPEC.hidden), _table(seq), _table(seq), None, -1, 0, None)
+    core._compose_block(ops.direct, SPEC, w, _empty(batch, seq, SPEC.hidden), _table(seq), _table(seq), None, -1, 0, None, None)
 
 
 def _decode(w: BlockWeights, batch: int, context: int) -> None:
@@ -52,7 +52,7 @@ def _decode(w: BlockWeights, batch: int, context: int) -> None:
     q, *_, rows = core._front(ops.direct, SPEC, w, x, _table(1), _table(1), False)
     cache = _empty(batch, SPEC.kv_heads, context, SPEC.head_dim).transpose(1, 2)
     mask = torch.empty(batch, 1, 1, context, dtype=torch.bool, device="meta")
-    core._compose_back(ops.direct, SPEC, w, x, rows, q, cache, cache, mask, -1, -1, None)
+    core._compose_back(ops.direct, SPEC, w, x, rows, q, cache, cache, mask, -1, -1, None, None)
 
 
 @pytest.mark.parametrize("target", TARGET_NAMES)

@@ -62,12 +62,13 @@ class BlockWeights(NamedTuple):
 
 class Scope(NamedTuple):
     """Which keys a query sees: a mask that the operators take; how many before and after its own, -1: all; int32 boundaries of
-    sequences, `segments+1`, among the tokens of the whole batch."""
+    sequences, `segments+1`, among the queries and among the keys of the whole batch."""
 
     mask: Tensor | None
     left: int
     right: int
-    cu_seqlens: Tensor | None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
 
 
 class Slots(NamedTuple):
@@ -94,7 +95,7 @@ def _plan(spec: BlockSpec, x: Tensor, context: int, training: bool, scope: Scope
     symbolic = any(isinstance(n, torch.SymInt) for n in (batch, seq, context))
     choose = plan.__wrapped__ if symbolic or torch.compiler.is_compiling() else plan
     return choose(spec, batch=batch, seq=seq, context=context, dtype=compute, training=training, target=target,
-                  masked=scope.mask is not None, packed=scope.cu_seqlens is not None, autocast=compute is not x.dtype,
+                  masked=scope.mask is not None, packed=scope.cu_seqlens_q is not None, autocast=compute is not x.dtype,
                   own=tuple(own))  # fmt: skip
 
 
@@ -215,9 +216,10 @@ def _branch(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, matrix: str
 
 
 def _attend(call: Call, op: str, spec: BlockSpec, w: BlockWeights, q: Tensor, k: Tensor, v: Tensor, scope: Scope) -> Tensor:
-    if scope.cu_seqlens is not None or scope.left >= 0 or scope.right > 0 or spec.softcap or w.sinks is not None:
-        raise NotImplementedError("attention: windows, softcap, sinks and packed sequences")
-    return call(op, q, k, v, scope.mask, scope.right == 0, spec.scale)[0]
+    """`batch seq heads head_dim`, or with packed sequences `1 tokens heads head_dim`."""
+    if scope.cu_seqlens_q is not None:
+        q, k, v = (t.reshape(1, -1, *t.shape[2:]) for t in (q, k, v))
+    return call(op, *ops.attention_args(q, k, v, scale=spec.scale, sinks=w.sinks, softcap=spec.softcap, **scope._asdict()))[0]
 
 
 def _back(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, rows: Tensor, q: Tensor, k: Tensor, v: Tensor,
@@ -317,12 +319,12 @@ def _compose_slots(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, cos:
     q, k, v, rows = _front(call, spec, w, x, cos, sin, False)
     ops.store_slots(k, v, keys, values, length)
     k, v = keys.transpose(1, 2), values.transpose(1, 2)
-    return _back(call, spec, w, x, rows, q, k, v, Scope(ops.normalise_mask(mask, q, k), -1, -1, None), False)
+    return _back(call, spec, w, x, rows, q, k, v, Scope(ops.normalise_mask(mask, q, k), -1, -1), False)
 
 
 # No operator: it writes into its arguments, and who looks on sees the cache's own update instead.
 _block_slots = ops.Composite("block_slots", None, _composed(_compose_slots, 7))
-_SCOPE = [("mask", _O), ("left", int), ("right", int), ("cu_seqlens", _O)]
+_SCOPE = [("mask", _O), ("left", int), ("right", int), ("cu_seqlens_q", _O), ("cu_seqlens_k", _O)]
 _FRONT = [("x", _T), ("cos", _O), ("sin", _O)]
 _block_front = _composite("block_front", _FRONT, 3, _compose_front)
 _block_front_rows = _composite("block_front_rows", _FRONT, 4, _compose_front_rows)
@@ -349,7 +351,8 @@ def _cast(w: BlockWeights, dtype: torch.dtype) -> BlockWeights:
 
 def forward(
     spec: BlockSpec, weights: BlockWeights, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None, *,
-    mask: Tensor | None = None, causal: bool = True, windowed: bool = True, cu_seqlens: Tensor | None = None,
+    mask: Tensor | None = None, causal: bool = True, windowed: bool = True,
+    cu_seqlens: tuple[Tensor | None, Tensor | None] = (None, None),
     update: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None, compute_dtype: torch.dtype | None = None,
     own: Own = _NONE, kept: ops.Fixed | None = None, slots: Slots | None = None,
 ) -> Tensor:  # fmt: skip
@@ -358,12 +361,12 @@ def forward(
 
     x `batch seq hidden`; cos and sin `batch|1 seq rotary` (None without rope), their columns repeated as spec.tables says; mask
     and causal as in fusedblock.attention. windowed: whether the window of spec holds, beside the mask. cu_seqlens: int32
-    `segments+1`, the boundaries of packed sequences among all tokens of the batch. update, if given, receives the new keys and
-    values in HF's cache layout `batch kv_heads seq head_dim` and returns all keys and values to attend to in that layout.
-    compute_dtype: multiply in this dtype while x, the residual stream and the norms keep theirs, as under autocast. own: linear
-    layers, by their weight's name, that are more than a product (adapters): functions of `batch seq in_features` that return
-    `batch seq out_features`; their weights are then read for sizes only. kept: fixed(spec, weights), of an earlier call. slots:
-    what update would fill, and return, if that is all that it does. Returns `batch seq hidden`.
+    `segments+1` each, the boundaries of packed sequences among all queries and all keys of the batch. update, if given, receives
+    the new keys and values in HF's cache layout `batch kv_heads seq head_dim` and returns all keys and values to attend to in
+    that layout. compute_dtype: multiply in this dtype while x, the residual stream and the norms keep theirs, as under autocast.
+    own: linear layers, by their weight's name, that are more than a product (adapters): functions of `batch seq in_features` that
+    return `batch seq out_features`; their weights are then read for sizes only. kept: fixed(spec, weights), of an earlier call.
+    slots: what update would fill, and return, if that is all that it does. Returns `batch seq hidden`.
     Without gradients the layer is one registered op (two around update). Raises ShapeError or ValueError naming the argument.
     """
     if spec.rope and cos is not None and sin is not None and debug.watching(x):
@@ -380,12 +383,12 @@ def forward(
         q, k, v, rows = _front(ops.dispatched, spec, w, x, cos, sin, grad, own)
         k, v = (t.to(w.q.dtype) for t in _through(update, k, v))  # a cache may be older than autocast
         learned = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
-        scope = Scope(ops.normalise_mask(mask, q, k), left, right, cu_seqlens)
+        scope = Scope(ops.normalise_mask(mask, q, k), left, right, *cu_seqlens)
         return _back(ops.dispatched, spec, w, x, rows, q, k, v, scope, grad or learned, own)
     if update is None:
         m = mask if mask is None or mask.dim() == 4 else mask[:, None, None, :]
-        return _run(_block, spec, weights, kept, x, cos, sin, m, left, right, cu_seqlens)
-    whole = left < 0 and right < 0 and cu_seqlens is None  # what the mask lets be seen
+        return _run(_block, spec, weights, kept, x, cos, sin, m, left, right, *cu_seqlens)
+    whole = left < 0 and right < 0 and cu_seqlens[0] is None  # what the mask lets be seen
     if slots is not None and whole and not torch.compiler.is_compiling():
         known, given = kept or fixed(spec, weights), (x, cos, sin, mask, *slots)
         if ops.fits_slots(x.shape[0] * x.shape[1] * spec.kv_heads * spec.head_dim) and _block_slots.unseen(given, known):
@@ -393,7 +396,7 @@ def forward(
     front = _block_front_rows if _shares_rows(spec) else _block_front
     q, k, v, *rest = _run(front, spec, weights, kept, x, cos, sin)
     k, v = _through(update, k, v)
-    scope = Scope(ops.normalise_mask(mask, q, k), left, right, cu_seqlens)
+    scope = Scope(ops.normalise_mask(mask, q, k), left, right, *cu_seqlens)
     if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):  # learned keys and values: prefix tuning
         rows = rest[0] if rest else x.reshape(-1, spec.hidden)
         return _back(ops.dispatched, spec, weights, x, rows, q, k, v, scope, True)

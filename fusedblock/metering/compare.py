@@ -21,6 +21,7 @@ from .counter import Totals, TrafficCounter
 from .report import OpRow, Report, Side
 from .workload import (
     BASELINES,
+    OURS,
     LayerCall,
     OutsideCall,
     Workload,
@@ -32,6 +33,7 @@ from .workload import (
     on,
     outside_parts,
     require_cache,
+    require_softcap,
     without_memory,
     workload,
 )
@@ -56,7 +58,8 @@ def measure(
     phase: "prefill": forward, no cache unless context says so. "decode": forward of seq new tokens (1 as a rule) on a
         DynamicCache. "train": forward and backward.
     context: keys that a token may attend to, itself included; decode needs it, prefill and train have seq.
-    baseline: the attention of the layer before: "eager" or "sdpa". After, the layer is called as under "sdpa".
+    baseline: the attention of the layer before: "eager" or "sdpa". After, the layer is called as under
+        "fusedblock".
     device: where to time; a CPU only counts, for the kernels that an H200 would run. None: where the model's weights are; for
         a config or a model on meta the GPU if there is one.
 
@@ -73,6 +76,7 @@ def measure(
         raise ValueError(f"measure: model is a {type(model).__name__}, expected a torch.nn.Module or a transformers config")
     layers = decoder_layers(source)
     require_cache(work, layers)
+    require_softcap(baseline, layers)
     where = _device(layers[0], device)
     dtype = next(layers[0].parameters()).dtype
 
@@ -80,7 +84,7 @@ def measure(
     if len(layers) > 1:
         notes.append(f"{len(groups(layers))} of {len(layers)} layers measured, the numbers multiplied")
     if baseline == "eager":
-        notes.append("after: called as under attn_implementation='sdpa', which needs no mask in memory for causal attention")
+        notes.append("after: called as under attn_implementation='fusedblock', which needs no mask in memory without padding")
     if beyond := beyond_positions(work, model):
         notes.append(beyond)
     rows: tuple[dict[str, Totals], dict[str, Totals]] = ({}, {})
@@ -156,7 +160,7 @@ def _count_layer(layer: nn.Module, work: Workload, baseline: str, where: torch.d
             _trainable(made, work)
             unfuse(made)
             swapped = fuse(made) if fused else None
-            call = LayerCall(made, work, "sdpa" if fused else baseline, _CPU)
+            call = LayerCall(made, work, OURS if fused else baseline, _CPU)
             with TrafficCounter() as counter:
                 call()
         if swapped is not None:
@@ -200,7 +204,7 @@ def _time_layer(layer: nn.Module, work: Workload, baseline: str, device: torch.d
             fused = copy_module(weights, on(device))
             fuse(fused)
             calls["before"].append(LayerCall(weights, work, baseline, device))
-            calls["after"].append(LayerCall(fused, work, "sdpa", device))
+            calls["after"].append(LayerCall(fused, work, OURS, device))
             sets = timing.input_sets(calls["before"][0].bytes(), target_of(device).l2_bytes)
         times = timing.interleave(calls, timer=timing.CudaTimer())
         return [times["before"], times["after"]]

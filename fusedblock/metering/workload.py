@@ -6,16 +6,18 @@ A copy is fake (shapes and dtypes, no memory) for counting, or real for timing, 
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from fusedblock.models.adapter import cache_names, signature_names
+from fusedblock.models.adapter import OURS, cache_names, signature_names
 from fusedblock.models.explanation import require_cache as _require_cache
 from fusedblock.models.table import SPECS, LayerSpec, known_class, supported, waiting, waiting_family
 
@@ -64,6 +66,15 @@ def require_cache(work: Workload, layers: Iterable[nn.Module]) -> None:
     """Raises ValueError if the workload has cached keys and a layer attends both ways."""
     for layer in layers:
         _require_cache("measure", work.phase, work.seq, work.context, layer, _attention(layer))
+
+
+def require_softcap(baseline: str, layers: Iterable[nn.Module]) -> None:
+    """Raises ValueError if the attention before lacks the softcap of a layer: transformers refuses it, or drops it silently."""
+    for layer in layers:
+        path = _spec(layer).softcap
+        if baseline == "sdpa" and path and (softcap := attrgetter(path)(layer)):
+            name = type(layer).__name__
+            raise ValueError(f"measure: baseline='sdpa' has no softcap, {name} has softcap={softcap}; use baseline='eager'")
 
 
 def _spec(layer: nn.Module) -> LayerSpec:
@@ -130,7 +141,7 @@ def layer_of_config(config: Any) -> nn.Module:
         config.layer_types = list(config.layer_types)[:1]
     dtype = getattr(config, "dtype", None) or torch.bfloat16
     with torch.device("meta"):
-        model = AutoModel.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model = AutoModel.from_config(config, dtype=dtype, attn_implementation="eager")
     return decoder_layers(model)[0]
 
 
@@ -197,7 +208,8 @@ class LayerCall:
             if config is not None:
                 config._attn_implementation = attention
         spec, names = _spec(layer), signature_names(known)
-        weight: Any = layer.get_submodule(next(iter(spec.norms.values()))).weight
+        norms = (layer.get_submodule(path) for path in spec.norms.values())
+        weight: Any = next(norm.weight for norm in norms if not isinstance(norm, nn.Identity))
         self.dtype: torch.dtype = weight.dtype
         self.x = self._random(work.batch, work.seq, weight.shape[0]).requires_grad_(work.training)
         self.grad_out = self._random(*self.x.shape) if work.training else None
@@ -223,7 +235,10 @@ class LayerCall:
         fake: Any
         with unset_fake_temporarily() as fake:
             position = torch.arange(self.work.cached, self.work.context, device=self.device)[None]
-            made = rotary(self.attention.config).to(self.device)(torch.empty(1, dtype=self.dtype, device=self.device), position)
+            config, like = self.attention.config, torch.empty(1, dtype=self.dtype, device=self.device)
+            by_type = "layer_type" in inspect.signature(inspect.unwrap(rotary.forward)).parameters
+            kind = (config.layer_types[self.attention.layer_idx],) if by_type else ()
+            made = rotary(config).to(self.device)(like, position, *kind)
         cos, sin = (t if fake is None else fake.from_tensor(t) for t in made)
         return cos, sin
 
@@ -242,16 +257,18 @@ class LayerCall:
 
     def _mask(self, attention: str) -> Tensor | None:
         """As transformers makes it without padding: eager always gets an additive mask if it is causal; sdpa a bool one only if
-        its causal flag cannot say it."""
-        work, window = self.work, _window(self.attention)
-        if not self.attention.is_causal:
+        its causal flag cannot say it; ours none."""
+        work, window, causal = self.work, _window(self.attention), self.attention.is_causal
+        if attention == OURS or (not causal and (window is None or work.seq < window - 1)):
             return None
         keys = work.seq + (0 if self.cache is None else self.filled["keys"].shape[2])
-        if attention == "sdpa" and (work.seq in (1, keys)) and (window is None or keys < window):
+        if causal and attention == "sdpa" and (work.seq in (1, keys)) and (window is None or keys < window):
             return None
         query = torch.arange(work.cached, work.context, device=self.device)[:, None]
         key = torch.arange(work.context - keys, work.context, device=self.device)
-        seen = (key <= query) if window is None else (key <= query) & (key > query - window)
+        seen = (key <= query) if causal else torch.ones_like(key <= query)
+        if window is not None:
+            seen &= (key > query - window) & (key < query + window)
         shape = (work.batch, 1, work.seq, keys)
         if attention == "sdpa":
             return seen.expand(shape)

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .block import FusedBlock
     from .block_config import BlockConfig
     from .explanation import explain
+    from .interface import register_attention
     from .loading import CheckpointError, LoadReport, load_safetensors, save_safetensors
     from .report import Calls, Explanation, FusionReport, LayerExplanation, LayerRecord
     from .swap import fuse, unfuse
@@ -18,7 +19,7 @@ _PUBLIC = {
     "BlockConfig": "block_config", "FusedBlock": "block",
     "CheckpointError": "loading", "LoadReport": "loading", "load_safetensors": "loading", "save_safetensors": "loading",
     "Calls": "report", "Explanation": "report", "FusionReport": "report", "LayerExplanation": "report", "LayerRecord": "report",
-    "explain": "explanation", "fuse": "swap", "unfuse": "swap",
+    "register_attention": "interface", "explain": "explanation", "fuse": "swap", "unfuse": "swap",
 }  # fmt: skip
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "explain",
     "fuse",
     "load_safetensors",
+    "register_attention",
     "save_safetensors",
     "unfuse",
 ]

@@ -19,13 +19,15 @@ from ..ops import Fixed
 from .binding import PLAIN_TENSORS, Binding, type_name
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-IMPLEMENTATIONS = ("eager", "sdpa")
-# Keywords that change nothing in a layer under eager or sdpa attention, whatever their value. The last two go to the loss, and
+# Of attention: all that a layer may ask for. OURS takes other masks: see `interface.attention_mask`.
+OURS = "fusedblock"
+IMPLEMENTATIONS = ("eager", "sdpa", OURS)
+# Keywords that change nothing in a layer under these, whatever their value. The last two go to the loss, and
 # the models pass them on to their layers as well.
 HARMLESS = frozenset({"position_ids", "use_cache", "output_hidden_states", "num_items_in_batch", "shift_labels"})
 # Harmless at one value, which is also the default.
 HARMLESS_VALUES = {"output_attentions": False}
-# Packed sequences: eager and sdpa attention see them in the mask only.
+# Packed sequences: eager and sdpa attention see them in the mask only, ours here too.
 PACKING = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
 
 
@@ -41,6 +43,8 @@ class Call(NamedTuple):
     sin: Tensor | None
     mask: Tensor | None
     causal: bool
+    windowed: bool
+    cu_seqlens: tuple[Tensor | None, Tensor | None]
     update: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None
     compute_dtype: torch.dtype | None
     own: Mapping[str, nn.Module]
@@ -58,6 +62,7 @@ def prepare(
     """
     compiling = torch.compiler.is_compiling()
     mask = cache = embeddings = packing = None
+    ours = binding.attention.config._attn_implementation == OURS
     for name, value in arguments.items():
         if value is None or name in HARMLESS:
             continue
@@ -78,7 +83,7 @@ def prepare(
                 return f"is_causal={value}"  # sdpa lets it win over the attention's own
         elif name not in HARMLESS_VALUES or value is not HARMLESS_VALUES[name]:
             return f"keyword {name!r} is not understood" if name not in HARMLESS_VALUES else f"{name}={value}"
-    if packing is not None and mask is None:
+    if packing is not None and mask is None and not (ours and arguments.get("cu_seq_lens_q") is not None):
         return f"keyword {packing!r} without a mask"
     if collector is not None:
         # A ContextVar cannot be traced; under a trace the collector keeps its value in a plain attribute.
@@ -95,20 +100,44 @@ def prepare(
     implementation = attention.config._attn_implementation
     if implementation not in IMPLEMENTATIONS:
         return f"attention implementation {implementation!r}"
+    if implementation == "sdpa" and binding.spec.softcap:
+        return f"sdpa attention has no softcap ({binding.spec.softcap:g}); use attn_implementation='eager' or '{OURS}'"
     seq = x.shape[1]
-    causal = False
-    if mask is None:
+    causal, bounds, keep = False, (None, None), None
+    if ours:
+        bounds, mask, reason = _ours(x, mask, arguments)
+        if reason:
+            return reason
+        keep = mask.shape[1] if mask is not None and mask.dim() == 2 else None
+    windowed = ours and (mask is None or mask.dim() == 2)
+    if mask is None or windowed:
         # sdpa's rule; eager attention without a mask sees everything.
-        causal = implementation == "sdpa" and seq > 1 and attention.is_causal
-    else:
+        causal = implementation != "eager" and (seq > 1 or bounds[0] is not None) and attention.is_causal
+        if causal and not ours:
+            keep = seq
+    if mask is not None:
         mask_reason = _mask(binding, x, mask, implementation, cache is not None)
         if mask_reason:
             return mask_reason
     cos, sin = embeddings if binding.spec.rope else (None, None)  # type: ignore[misc]
-    update = None if cache is None else _updater(attention, cache, cache_names, arguments, seq if causal else None)
-    slots = None if cache is None or causal or compiling else _slots(cache, attention.layer_idx, x, binding.spec)
-    return Call(binding.spec, binding.weights, cos, sin, mask, causal, update, compute, binding.own, binding.fixed, slots)
+    update = None if cache is None else _updater(attention, cache, cache_names, arguments, keep)
+    slots = None if cache is None or causal or windowed or compiling else _slots(cache, attention.layer_idx, x, binding.spec)
+    return Call(binding.spec, binding.weights, cos, sin, mask, causal, windowed, bounds, update, compute, binding.own,
+                binding.fixed, slots)  # fmt: skip
 
+
+def _ours(x: Tensor, mask: Any, arguments: Mapping[str, Any]) -> tuple[tuple[Tensor | None, Tensor | None], Any, str]:
+    """(Boundaries of packed sequences, of queries and keys; the mask, if it is one; why neither is understood, or "")."""
+    given = arguments.get("cu_seq_lens_q"), arguments.get("cu_seq_lens_k")
+    if mask is None:
+        if given[0] is not None and (given[1] is None or x.shape[0] != 1):
+            return (None, None), None, "cu_seq_lens_q without cu_seq_lens_k, or with a batch"
+        return given, None, ""
+    if type(mask) in PLAIN_TENSORS and mask.dim() == 2 and mask.dtype is torch.int32:
+        return (mask[0], mask[0]), None, ""
+    if given[0] is not None and type(mask) in PLAIN_TENSORS and mask.dim() == 2:
+        return (None, None), None, "a padding mask and cu_seq_lens_q"
+    return (None, None), mask, ""
 
 def compute_dtype(binding: Binding, x: Tensor, embeddings: Any) -> tuple[torch.dtype | None, str | None]:
     """(dtype to multiply in under autocast, else None; why no kernel takes such tensors, or takes them now, else None)."""
@@ -163,6 +192,11 @@ def _tensors(binding: Binding, x: Tensor, embeddings: Any, compute: torch.dtype 
 def _mask(binding: Binding, x: Tensor, mask: Any, implementation: str, cached: bool) -> str | None:
     if type(mask) not in PLAIN_TENSORS:
         return f"attention_mask is a {type_name(mask)}"
+    if mask.dim() == 2 and implementation == OURS:
+        if mask.dtype is not torch.bool or mask.shape[0] not in (1, x.shape[0]) or mask.device != x.device:
+            return "attention_mask is not bool (1|batch keys) on the device of hidden_states"
+        keys, seq = mask.shape[1], x.shape[1]
+        return None if cached or keys == seq else f"attention_mask has {keys} keys for {seq} tokens"
     if mask.dim() != 4:
         return f"attention_mask has {mask.dim()} axes"
     if mask.dtype is torch.bool:
@@ -184,8 +218,8 @@ def _mask(binding: Binding, x: Tensor, mask: Any, implementation: str, cached: b
 def _updater(
     attention: Any, cache: Any, cache_names: tuple[str, ...], arguments: Mapping[str, Any], keep: int | None
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The cache update of the original attention. keep: how many keys sdpa reads where it relies on its causal flag alone
-    (a StaticCache returns all its slots; without a mask it can only have been empty before)."""
+    """The cache update of the original attention. keep: how many keys are read, None: all (a StaticCache returns all its slots).
+    sdpa reads as many as there are queries where it relies on its causal flag alone: the cache can only have been empty then."""
     extra = {}
     if cache_names[0] == "cache":  # transformers from 5.24 on hands the attention's other keywords to the cache
         extra["kwargs"] = {n: v for n, v in arguments.items() if n not in cache_names + ("attention_mask", "position_embeddings")}

@@ -42,7 +42,7 @@ class Binding(NamedTuple):
     activation: nn.Module
     children: tuple[Child, ...]
     slots: tuple[tuple[dict[str, Any], str, Tensor | None], ...]  # (a module's _parameters, name, parameter)
-    facts: tuple[tuple[nn.Module | None, str, Any], ...]  # (module, or None for the layer; attribute; what the spec was made of)
+    facts: tuple[tuple[Any, str, Any], ...]  # (its owner, or None for the layer; attribute; what the spec was made of)
     # (module that may be in training, module with the rate, attribute, path): rates that must be 0 then
     dropouts: tuple[tuple[nn.Module, nn.Module, str, str], ...]
     partial: bool  # tables may be narrower than a head
@@ -102,6 +102,7 @@ def is_bound(method: Any, module: nn.Module, function: Any) -> bool:
 
 # An adapter is run where its linear layer would have been, whatever it then does: scale, drop out, be merged or off.
 _ADAPTER = "peft.tuners.lora.layer.Linear"
+_IDENTITY = "torch.nn.modules.linear.Identity"
 # Fields of BlockSpec that the table fixes.
 _OPTIONS = ("weight_offset", "round_early", "norm", "residual", "qkv_layout", "qk_norm", "rope", "tables", "mlp")
 
@@ -118,8 +119,8 @@ def _at(layer: nn.Module, path: str) -> Any:
     return value
 
 
-def _owner(layer: nn.Module, path: str) -> tuple[nn.Module | None, str]:
-    """(module that has the attribute, or None for the layer itself; its name there)."""
+def _owner(layer: nn.Module, path: str) -> tuple[Any, str]:
+    """(module, or config, that has the attribute, or None for the layer itself; its name there)."""
     parent, _, name = path.rpartition(".")
     return (_at(layer, parent) if parent else None), name
 
@@ -175,12 +176,17 @@ def unsupported(layer: nn.Module, spec: LayerSpec) -> str | None:
     head_dim = _at(layer, f"{spec.attention}.{spec.head_dim}") or 0
     if not 16 <= head_dim <= 256 or head_dim % 8:
         return f"head_dim={head_dim}, the kernels take multiples of 8 from 16 to 256"
-    scale = _at(layer, f"{spec.attention}.scaling")
+    scale = _at(layer, f"{spec.attention}.{spec.scaling}") if spec.scaling else head_dim**-0.5
     if not (isinstance(scale, (int, float)) and 0 < scale < float("inf")):
         return f"the softmax scale is {scale}, the kernels take positive finite numbers"
     activation = _at(layer, spec.activation)
     if activation_of(activation) is None:
         return f"activation {type_name(activation)} has no kernel"
+    for name, path in (("window", spec.window), ("softcap", spec.softcap)):
+        value = _at(layer, path) if path else None
+        whole = name == "window"  # of tokens, itself among them
+        if value is not None and not (isinstance(value, int if whole else (int, float)) and 0 < value < float("inf")):
+            return f"{path} is {value}, expected a positive {'integer' if whole else 'number'} or None"
     for path, reason in spec.refused.items():
         if _at(layer, path):
             return reason
@@ -217,6 +223,8 @@ def _bind(layer: nn.Module, spec: LayerSpec) -> Binding:
     norms = {n: p for n, p in spec.norms.items()
              if not (options["residual"] == "parallel" and n == "mlp_norm" and spec.shared_norm)}  # fmt: skip
     modules: dict[str, nn.Module] = {}
+    for name in [n for n in spec.first_lacks if type(_at(layer, norms[n])) is nn.Identity]:
+        children.append(_child(layer, norms.pop(name), _IDENTITY))
     heads = ("q_norm", "k_norm") if options["qk_norm"] else ()
     places = {**norms, **{n: f"{spec.attention}.{getattr(spec, n)}" for n in heads}}
     for name, path in places.items():
@@ -235,6 +243,9 @@ def _bind(layer: nn.Module, spec: LayerSpec) -> Binding:
     for path in spec.dropouts:
         owner, name = _owner(layer, path)
         if isinstance(_at(layer, path), nn.Module):
+            if type(_at(layer, path)) is nn.Identity:  # for a rate of 0
+                children.append(_child(layer, path, _IDENTITY))
+                continue
             children.append(_child(layer, path, "torch.nn.modules.dropout.Dropout"))
             # Attention takes the rate of its module and asks itself whether it is in training.
             module = children[-1].module
@@ -257,10 +268,14 @@ def _bind(layer: nn.Module, spec: LayerSpec) -> Binding:
     if numbers["heads"] // numbers["kv_heads"] != groups:
         raise _Unfit(f"{numbers['heads']} heads over {numbers['kv_heads']} key/value heads, but num_key_value_groups={groups}")
     eps = _at(layer, f"{next(iter(norms.values()))}.{spec.eps}")
+    scale = fact(f"{spec.attention}.{spec.scaling}") if spec.scaling else numbers["head_dim"] ** -0.5
+    reach = (fact(spec.window) or 0) - 1 if spec.window else -1
     block = BlockSpec(
-        **numbers, **options, scale=float(fact(f"{spec.attention}.scaling")), eps=float(eps),
+        **numbers, **options, scale=float(scale), eps=float(eps),
         activation=activation_of(activation) or "", branch_scale=float(fact(spec.branch_scale)) if spec.branch_scale else 1.0,
-        transposed=spec.linear_class.endswith("Conv1D"), norms=" ".join(norms),
+        transposed=spec.linear_class.endswith("Conv1D"), norms=" ".join(norms), window_left=reach,
+        window_right=-1 if fact(f"{spec.attention}.is_causal") else reach,
+        softcap=float(fact(spec.softcap) or 0.0) if spec.softcap else 0.0,
     )  # fmt: skip
     return Binding(block, weights, attention, activation, tuple(children), tuple(slots.values()), tuple(facts), tuple(dropouts),
                    spec.partial, own, None if torch.compiler.is_compiling() else fixed(block, weights))  # fmt: skip

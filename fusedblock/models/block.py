@@ -89,7 +89,8 @@ def _with_our_classes(spec: table.LayerSpec) -> table.LayerSpec:
     norm = spec.norm_class if spec.norm_class.startswith("torch.") else "Norm"
     linear = spec.linear_class if spec.linear_class.startswith("torch.") else f"{__name__}.Conv1D"
     parts = dict.fromkeys(spec.classes, "Part")
-    return replace(spec, module=__name__, classes=parts, norm_class=norm, linear_class=linear, eps="eps")
+    window = spec.window.replace(".config.", ".")  # a Part has no config
+    return replace(spec, window=window, module=__name__, classes=parts, norm_class=norm, linear_class=linear, eps="eps")
 
 
 _ENTRIES = {family: _with_our_classes(spec) for family, spec in table.FAMILIES.items()}
@@ -118,24 +119,29 @@ def _build(block: nn.Module, config: BlockConfig, device: Any, dtype: Any) -> No
              "down": (ffn, hidden)}  # fmt: skip
     linear = Conv1D if spec.linear_class.endswith("Conv1D") else nn.Linear
     for name, path in spec.linears.items():
-        bias = spec.biases["qkv" if name in ("q", "k", "v") else "o" if name == "o" else "mlp"]
+        bias: Any = spec.biases["qkv" if name in ("q", "k", "v") else "o" if name == "o" else "mlp"]
         bias = getattr(config, bias) if isinstance(bias, str) else bias
         _put(block, path, linear(*sizes[name], bias=bias, device=device, dtype=dtype))
 
     eps = config.rms_norm_eps if spec.norm == "rms" else config.layer_norm_eps
     assert eps is not None
 
+    biased = spec.biases.get("norm", True)
+    biased = getattr(config, biased) if isinstance(biased, str) else biased
+
     def norm(*shape: int) -> nn.Module:
         if spec.norm_class.startswith("torch."):
-            return nn.LayerNorm(shape, eps=eps, device=device, dtype=dtype)
+            return nn.LayerNorm(shape, eps=eps, bias=biased, device=device, dtype=dtype)
         return Norm(shape, spec, eps, device, dtype)
 
     for name, path in spec.norms.items():
-        if not (name == "mlp_norm" and spec.shared_norm and config.use_parallel_residual):
+        if config.layer_idx == 0 and name in spec.first_lacks:
+            _put(block, path, nn.Identity())
+        elif not (name == "mlp_norm" and spec.shared_norm and config.use_parallel_residual):
             _put(block, path, norm(hidden))
     options = {"qk_norm": spec.qk_norm}
     for path, (option, values) in spec.switches.items():
-        value = bool(getattr(config, path.rpartition(".")[2]))
+        value = config.use_rope if option == "rope" else bool(getattr(config, path.rpartition(".")[2]))
         _put(block, path, value)
         options[option] = values[value]
     for name, n in (("q_norm", heads), ("k_norm", kv_heads)):
@@ -148,6 +154,8 @@ def _build(block: nn.Module, config: BlockConfig, device: Any, dtype: Any) -> No
     numbers: dict[str, Any] = {f"{spec.attention}.{name}": value for name, value in attention.items()}
     numbers |= {path: getattr(config, word) for path, word in spec.dropouts.items()}
     numbers |= {path: getattr(config, path.rpartition(".")[2]) for path in (*spec.refused, spec.branch_scale) if path}
+    numbers |= {spec.window: config.window} if spec.window else {}
+    numbers |= {spec.softcap: getattr(config, spec.softcap.rpartition(".")[2])} if spec.softcap else {}
     for path, value in numbers.items():
         _put(block, path, value)
 
@@ -253,15 +261,17 @@ class FusedBlock(nn.Module):
         if reason:
             hint = "; the kernels have no dropout, set it to 0 or call eval()" if reason.endswith("in training") else ""
             raise ValueError(f"FusedBlock: {reason}{hint}")
-        mask, causal, needed = self._visible(hidden_states, attention_mask, past, cache)
+        mask, needed = self._visible(hidden_states, attention_mask, past, cache)
+        whole = mask is not None and mask.dim() == 4  # the truth
         if isinstance(cache, KVCache):
             spec = bound.spec
             shape = (hidden_states.shape[0], spec.kv_heads, hidden_states.shape[1], spec.head_dim)
             cache.check(shape, compute or hidden_states.dtype, hidden_states.device, self.config.layer_idx)
         update = None if cache is None else self._updater(cache, needed, past + hidden_states.shape[1])
         cos, sin = position_embeddings if bound.spec.rope and position_embeddings is not None else (None, None)
-        return blocks.forward(bound.spec, bound.weights, hidden_states, cos, sin, mask=mask, causal=causal, update=update,
-                              compute_dtype=compute, own=bound.own)  # fmt: skip
+        causal = not whole and self.config.causal and hidden_states.shape[1] > 1
+        return blocks.forward(bound.spec, bound.weights, hidden_states, cos, sin, mask=mask, causal=causal, windowed=not whole,
+                              update=update, compute_dtype=compute, own=bound.own)  # fmt: skip
 
     def _bound(self) -> Binding:
         known = self._binding
@@ -311,8 +321,8 @@ class FusedBlock(nn.Module):
             )
         return int(cache.get_seq_length(self.config.layer_idx))
 
-    def _visible(self, x: Tensor, mask: Tensor | None, past: int, cache: Any) -> tuple[Tensor | None, bool, int | None]:
-        """The mask for the kernels, their causal flag, and how many keys they read, the last ones; None: as the cache says."""
+    def _visible(self, x: Tensor, mask: Tensor | None, past: int, cache: Any) -> tuple[Tensor | None, int | None]:
+        """The mask for the kernels, and how many keys they read, the last ones; None: as the cache says."""
         batch, seq = x.shape[:2]
         context = past + seq
         if mask is not None and mask.dim() == 4:
@@ -325,7 +335,7 @@ class FusedBlock(nn.Module):
                 )
             if mask.dtype is not torch.bool and not mask.is_floating_point():
                 raise ValueError(f"FusedBlock: attention_mask is {mask.dtype}, expected bool or floating with 4 axes")
-            return mask, False, None
+            return mask, None
         if mask is not None:
             if tuple(mask.shape) != (batch, context):
                 raise ShapeError(
@@ -337,13 +347,7 @@ class FusedBlock(nn.Module):
             mask = mask.bool()
         window = self.config.window
         needed = context if window is None else min(past, window - 1) + seq
-        if mask is not None:
-            mask = mask[:, context - needed :]
-        if window is not None and needed > window:
-            keys = torch.arange(needed, device=x.device)
-            near = keys[needed - seq :, None] - keys < window
-            mask = near[None, None] if mask is None else near & mask[:, None, None]
-        return mask, self.config.causal and seq > 1, needed
+        return (None if mask is None else mask[:, context - needed :]), needed
 
     def _updater(self, cache: Any, needed: int | None, context: int) -> Any:
         def update(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

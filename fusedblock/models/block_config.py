@@ -28,8 +28,9 @@ _ROPE_REQUIRED = {**ROPE_KEYS, "yarn": ("factor", "original_max_position_embeddi
 _KINDS = {"bool | None": (bool, "true or false"), "int | None": (numbers.Integral, "an integer"),
           "float | None": (numbers.Real, "a finite number"), "Mapping[str, Any] | None": (Mapping, "a dictionary")}  # fmt: skip
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+_THETAS = dict(zip(_LAYER_TYPES, ("rope_theta", "rope_local_base_freq")))
 # Words whose null in a config.json says something. Any other null means the default.
-_NULLABLE = frozenset({"num_key_value_heads", "head_dim", "sliding_window", "intermediate_size"})
+_NULLABLE = frozenset({"num_key_value_heads", "head_dim", "sliding_window", "intermediate_size", "attn_logit_softcapping"})
 
 
 def _of_kind(name: str, value: Any, kind: type, expected: str) -> None:
@@ -62,8 +63,9 @@ class BlockConfig:
     that the model_type does not have are None, and giving one is an error.
 
     Args:
-        model_type: "llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "gpt2", "gpt_neox", "starcoder2", "olmo2", "cohere",
-            "granite", "smollm3", "glm", "stablelm", "bert", "roberta" or "vit".
+        model_type: "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox",
+            "starcoder2", "olmo2", "olmo3", "cohere", "cohere2", "granite", "smollm3", "glm", "stablelm", "bert", "roberta", "vit"
+            or "modernbert".
         hidden_size, intermediate_size, num_attention_heads: sizes.
         layer_idx: which layer of the model it is. It decides the slot in a cache, the layer that `load_safetensors` looks for,
             and in some families numerics: layers without rope (SmolLM3), windows, GPT-2's scaling by layer.
@@ -73,7 +75,10 @@ class BlockConfig:
         rms_norm_eps, layer_norm_eps: whichever norm the family has.
         rope_theta, partial_rotary_factor, rope_parameters: rope_parameters is a dictionary with "rope_type" ("default", "linear",
             "llama3" or "yarn"; with others, position_embeddings must be given to the block) and what that type takes.
-        sliding_window: how many tokens a token sees, itself among them; None: all before it.
+            By layer type ("full_attention", "sliding_attention") in families whose layers differ in it.
+        sliding_window: how many tokens a token sees, itself among them; None: all before it. In an encoder half of it to each
+            side (ModernBERT's local_attention).
+        attn_logit_softcapping: bound of the logits, softcap * tanh(logits / softcap); None: none.
 
     The other words are transformers' too. Raises ValueError naming the word and what contradicts it.
     """
@@ -91,6 +96,7 @@ class BlockConfig:
     attention_bias: bool | None = DEFAULT
     attention_out_bias: bool | None = DEFAULT
     mlp_bias: bool | None = DEFAULT
+    norm_bias: bool | None = DEFAULT
     qkv_bias: bool | None = DEFAULT
     use_bias: bool | None = DEFAULT
     use_qkv_bias: bool | None = DEFAULT
@@ -99,11 +105,14 @@ class BlockConfig:
     use_parallel_residual: bool | None = DEFAULT
     residual_multiplier: float | None = DEFAULT
     attention_multiplier: float | None = DEFAULT
+    query_pre_attn_scalar: float | None = DEFAULT
+    attn_logit_softcapping: float | None = DEFAULT
     scale_attn_weights: bool | None = DEFAULT
     scale_attn_by_inverse_layer_idx: bool | None = DEFAULT
     is_decoder: bool | None = DEFAULT
     use_bidirectional_attention: bool | None = DEFAULT
     rope_theta: float | None = DEFAULT
+    rope_local_base_freq: float | None = DEFAULT
     partial_rotary_factor: float | None = DEFAULT
     rope_parameters: Mapping[str, Any] | None = field(default=DEFAULT, hash=False)
     max_position_embeddings: int | None = DEFAULT
@@ -113,8 +122,10 @@ class BlockConfig:
     use_sliding_window: bool | None = DEFAULT
     max_window_layers: int | None = DEFAULT
     layer_types: tuple[str, ...] | None = DEFAULT
+    sliding_window_pattern: int | None = DEFAULT
     attention_dropout: float | None = DEFAULT
     hidden_dropout: float | None = DEFAULT
+    mlp_dropout: float | None = DEFAULT
     residual_dropout: float | None = DEFAULT
     attn_pdrop: float | None = DEFAULT
     resid_pdrop: float | None = DEFAULT
@@ -146,23 +157,24 @@ class BlockConfig:
         for name in ("hidden_size", "intermediate_size", "num_attention_heads"):
             self._positive(name)
         self._heads(words)
+        for name in ("layer_types", "no_rope_layers"):
+            listed = getattr(self, name)
+            if listed is not None and not 0 <= self.layer_idx < len(listed):
+                raise ValueError(f"BlockConfig: layer_idx={self.layer_idx}, but {name} has {len(listed)} entries")
+        if spec.period:
+            self._positive("sliding_window_pattern")
+        if self.layer_type not in _LAYER_TYPES:
+            expected = " or ".join(_LAYER_TYPES)
+            raise ValueError(f"BlockConfig: layer_types has {self.layer_type!r} for layer {self.layer_idx}, expected {expected}")
         if spec.rope:
-            self._rope(words)
-        for name in ("rms_norm_eps", "layer_norm_eps", "rope_theta"):
+            self._ropes(words)
+        for name in ("rms_norm_eps", "layer_norm_eps", *_THETAS.values(), "query_pre_attn_scalar", "attn_logit_softcapping"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"BlockConfig: {name}={value!r}, expected a positive number")
         if not isinstance(self.layer_idx, int) or self.layer_idx < 0:
             raise ValueError(f"BlockConfig: layer_idx={self.layer_idx!r}, expected a layer's number, from 0 on")
-        for name in ("layer_types", "no_rope_layers"):
-            listed = getattr(self, name)
-            if listed is not None and self.layer_idx >= len(listed):
-                raise ValueError(f"BlockConfig: layer_idx={self.layer_idx}, but {name} has {len(listed)} entries")
-        kind = "full_attention" if self.layer_types is None else self.layer_types[self.layer_idx]
-        if kind not in _LAYER_TYPES:
-            expected = " or ".join(_LAYER_TYPES)
-            raise ValueError(f"BlockConfig: layer_types has {kind!r} for layer {self.layer_idx}, expected {expected}")
-        if self.window is not None:
+        if self._sliding:
             self._positive("sliding_window")
 
     def _set(self, name: str, value: Any) -> None:
@@ -199,23 +211,35 @@ class BlockConfig:
                 + (f", the default of {self.model_type}" if default else "")
             )
 
-    def _rope(self, words: Mapping[str, Any]) -> None:
-        """Out of rope_parameters what are fields of their own, and check the rest by its type."""
+    def _ropes(self, words: Mapping[str, Any]) -> None:
         given = dict(self.rope_parameters or {})
+        if not self.spec.thetas:
+            self._set("rope_parameters", self._rope(given, words, "rope_theta"))
+            return
+        if not given.keys() & set(_LAYER_TYPES):  # scaling, where it is given for all, is meant for the layers that see far
+            given = {"full_attention": given}
+        if unknown := given.keys() - set(_LAYER_TYPES):
+            raise ValueError(f"BlockConfig: rope_parameters have {', '.join(sorted(unknown))} beside layer types")
+        each = {kind: self._rope(dict(given.get(kind) or {}), words, word) for kind, word in _THETAS.items()}
+        self._set("rope_parameters", each)
+
+    def _rope(self, given: dict[str, Any], words: Mapping[str, Any], theta: str) -> dict[str, Any]:
+        """Out of the parameters what are fields of their own, and check the rest by its type. theta: where rope_theta goes."""
         kinds = [given.pop(word) for word in ("rope_type", "type") if word in given]
         if len(set(kinds)) > 1:
             raise ValueError(f"BlockConfig: rope_parameters have rope_type={kinds[0]!r} and type={kinds[1]!r}")
         for name in ("rope_theta", "partial_rotary_factor"):
             if name not in given:
                 continue
-            inner, outer = given.pop(name), getattr(self, name)
-            if name not in words:
+            word = theta if name == "rope_theta" else name
+            inner, outer = given.pop(name), getattr(self, word)
+            if word not in words:
                 if inner not in (None, 1.0):
                     raise ValueError(f"BlockConfig: {name}={inner!r}, but a head of {self.model_type} turns as a whole")
-            elif outer not in (inner, words[name]):
-                raise ValueError(f"BlockConfig: {name}={outer!r}, but rope_parameters have {name}={inner!r}")
+            elif outer not in (inner, words[word]):
+                raise ValueError(f"BlockConfig: {word}={outer!r}, but rope_parameters have {name}={inner!r}")
             elif inner is not None:
-                self._set(name, inner)
+                self._set(word, inner)
         kind = kinds[0] if kinds else "default"
         kind = self.spec.rope_kinds.get(kind, kind)
         if kind in ROPE_KEYS:
@@ -235,9 +259,9 @@ class BlockConfig:
                 _of_kind(f"rope_parameters' {name}", given[name], numbers.Real, "a finite number")
                 if not given[name] > 0:
                     raise ValueError(f"BlockConfig: rope_parameters' {name}={given[name]!r}, expected a positive number")
-        self._set("rope_parameters", {"rope_type": kind, **given})
         if self.partial_rotary_factor is not None and not 0 < self.partial_rotary_factor <= 1:
             raise ValueError(f"BlockConfig: partial_rotary_factor={self.partial_rotary_factor!r}, expected above 0 and up to 1")
+        return {"rope_type": kind, **given}
 
     def __repr__(self) -> str:
         shown = ((f.name, getattr(self, f.name)) for f in fields(self))
@@ -253,9 +277,19 @@ class BlockConfig:
         """Whether this layer turns its queries and keys."""
         if not self.spec.rope:
             return False
+        if any(option == "rope" and path == self.spec.window for path, (option, _) in self.spec.switches.items()):
+            return self._sliding
         if self.no_rope_layers is not None:
             return bool(self.no_rope_layers[self.layer_idx])
         return not self.no_rope_layer_interval or (self.layer_idx + 1) % self.no_rope_layer_interval != 0
+
+    @property
+    def rope(self) -> dict[str, Any]:
+        """The rope_parameters of this layer, rope_theta among them."""
+        every, word = dict(self.rope_parameters or {}), "rope_theta"
+        if self.spec.thetas:
+            every, word = every[self.layer_type], _THETAS[self.layer_type]
+        return {**every, "rope_theta": getattr(self, word)}
 
     @property
     def causal(self) -> bool:
@@ -269,23 +303,37 @@ class BlockConfig:
         assert self.head_dim is not None
         scale = self.head_dim**-0.5
         if self.spec.scale:
-            scale = float(getattr(self, self.spec.scale))
+            scale = float(getattr(self, self.spec.scale)) ** self.spec.scale_power
         if self.scale_attn_weights is False:
             scale = 1.0
         return scale / (self.layer_idx + 1) if self.scale_attn_by_inverse_layer_idx else scale
 
     @property
-    def window(self) -> int | None:
-        """How many tokens a token of this layer sees, itself among them; None: all before it."""
-        if self.use_sliding_window is False or not self.causal:
-            return None
+    def layer_type(self) -> str:
+        """"full_attention" or "sliding_attention"; families whose layers do not differ have the first."""
         if self.layer_types is not None:
-            return self.sliding_window if self.layer_types[self.layer_idx] == "sliding_attention" else None
+            return self.layer_types[self.layer_idx]
+        every = self.sliding_window_pattern
+        return "sliding_attention" if every and (self.layer_idx + self.spec.period_start) % every else "full_attention"
+
+    @property
+    def _sliding(self) -> bool:
+        """Whether sliding_window holds in this layer."""
+        if self.use_sliding_window is False or self.sliding_window is None:
+            return False
+        if self.layer_types is not None or self.sliding_window_pattern:
+            return self.layer_type == "sliding_attention"
         if self.max_window_layers is not None and self.layer_idx < self.max_window_layers:
+            return False
+        return self.no_rope_layer_interval is None or not self.use_rope
+
+    @property
+    def window(self) -> int | None:
+        """How many tokens a token of this layer sees, itself among them, of those before it and in an encoder also of those after
+        it; None: all."""
+        if not self._sliding or self.sliding_window is None:
             return None
-        if self.no_rope_layer_interval is not None and self.use_rope:
-            return None
-        return self.sliding_window
+        return self.sliding_window if self.causal else self.sliding_window // 2 + 1
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], *, layer_idx: int = 0) -> BlockConfig:

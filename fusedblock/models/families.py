@@ -8,6 +8,7 @@ HEADER = ("family", "layer class", "norms", "attention", "MLP")
 _NORMS = {
     ("attn_norm", "mlp_norm"): "before each branch", ("attn_norm",): "before both branches",
     ("attn_out_norm", "mlp_out_norm"): "after each branch",
+    ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm"): "before and after each branch",
 }  # fmt: skip
 
 
@@ -26,6 +27,7 @@ def _row(spec: LayerSpec) -> tuple[str, ...]:
     rope = ("partial " if spec.partial and spec.rope else "") + rope + (" in some layers" if "rope" in optional else "")
     kind = {"": "", "head": ", QK-norm by head", "full": ", QK-norm over all heads"}[spec.qk_norm]
     kind = kind or (", optional QK-norm" if "qk_norm" in optional else "")
+    kind += ", windows" * bool(spec.window) + ", softcap" * bool(spec.softcap)
     layout = {"split": "", "stacked": ", one QKV weight", "per_head": ", one QKV weight by head"}[spec.qkv_layout]
     conv1d = ", Conv1D weights" if spec.linear_class.endswith("Conv1D") else ""
     mlp = {"gated": "gated", "gated_stacked": "gated, one gate-up weight", "plain": "two layers"}[spec.mlp]

@@ -9,6 +9,7 @@ every mask is None, and padding is attended without a word. Importing this modul
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -53,7 +54,6 @@ def register_attention() -> None:
     `fuse` calls this, and so does importing fusedblock after transformers. Calling it again changes nothing. Raises ImportError
     if there is no transformers.
     """
-    # The names that transformers exports are found on first use; asking the modules is the same with less guessing.
     modeling, masking = (importlib.import_module(name) for name in ("transformers.modeling_utils", _MASKING))
     modeling.AttentionInterface.register(NAME, attention_forward)
     modeling.AttentionInterface.register(f"paged|{NAME}", paged_attention_forward)
@@ -61,9 +61,10 @@ def register_attention() -> None:
 
 
 def register_if_loaded() -> None:
-    """register_attention, where transformers is there already."""
+    """register_attention, where transformers is there already and is one that has attention by name."""
     if "transformers" in sys.modules:
-        register_attention()
+        with contextlib.suppress(ImportError, AttributeError):  # what else is wanted of us may work without
+            register_attention()
 
 
 def _leaves(function: Any) -> Iterator[tuple[str, Any]]:
@@ -234,7 +235,7 @@ def attention_forward(
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, bounds: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
-    from ..attention import attention  # on first use: it brings the kernels
+    from ..attention_functions import attention  # on first use: it brings the kernels
 
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     if bounds[0] is None:

@@ -17,17 +17,17 @@ def frequencies(config: BlockConfig) -> tuple[Tensor, float]:
 
     Raises ValueError for a rope_type that is not known.
     """
-    given = dict(config.rope_parameters or {})
-    kind = given.pop("rope_type")
+    given = config.rope
+    kind, theta = given.pop("rope_type"), given.pop("rope_theta")
     if kind not in ROPE_KEYS:
         raise ValueError(
             f"FusedBlock: no tables for rope_type={kind!r}, only for {', '.join(ROPE_KEYS)}; pass position_embeddings"
         )
-    assert config.head_dim is not None and config.rope_theta is not None
+    assert config.head_dim is not None and theta is not None
     whole = 1.0 if config.partial_rotary_factor is None else config.partial_rotary_factor
     rotary = int(config.head_dim * whole)
-    powers = config.rope_theta ** (torch.arange(0, rotary, 2, dtype=torch.float, device="cpu") / rotary)
-    return _SCALINGS[kind](powers, config.rope_theta, given)
+    powers = theta ** (torch.arange(0, rotary, 2, dtype=torch.float, device="cpu") / rotary)
+    return _SCALINGS[kind](powers, theta, given)
 
 
 def _default(powers: Tensor, theta: float, given: Mapping[str, Any]) -> tuple[Tensor, float]:
@@ -96,7 +96,7 @@ class Rotary(nn.Module):
             self.refusal = ""
         except ValueError as error:
             values, self.attention_scaling, self.refusal = torch.zeros(0), 1.0, str(error)
-        self._facts = (tables, config.rope_theta, config.partial_rotary_factor, config.head_dim, repr(config.rope_parameters))
+        self._facts = (tables, config.partial_rotary_factor, config.head_dim, repr(config.rope))
         # Not persistent: state dicts of a layer hold none.
         self.register_buffer("inv_freq", values.to(torch.get_default_device() if device is None else device), persistent=False)
 

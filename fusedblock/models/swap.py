@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from .. import blocks
 from . import adapter, table
 from .binding import Binding, bind, classes, is_bound, is_current, patched, unsupported
+from .interface import register_if_loaded
 from .report import Calls, FusionReport, LayerRecord, ranges
 
 STATE = "_fusedblock"
@@ -62,8 +63,9 @@ class FusedLayer(nn.Module):
         if not compiling:
             self.__dict__[STATE].calls.fused += 1
         return blocks.forward(
-            call.spec, call.weights, hidden_states, call.cos, call.sin, mask=call.mask, causal=call.causal, update=call.update,
-            compute_dtype=call.compute_dtype, own=call.own, kept=call.kept, slots=call.slots,
+            call.spec, call.weights, hidden_states, call.cos, call.sin, mask=call.mask, causal=call.causal,
+            windowed=call.windowed, cu_seqlens=call.cu_seqlens, update=call.update, compute_dtype=call.compute_dtype,
+            own=call.own, kept=call.kept, slots=call.slots,
         )  # fmt: skip
 
     def _fusedblock_call(self, hidden_states: Tensor, arguments: dict[str, Any]) -> adapter.Call | str:
@@ -223,6 +225,7 @@ def fuse(model: nn.Module, *, strict: bool = False, layers: Iterable[int] | None
     has no supported layer, `layers` names one that it does not have, or a layer cannot be fused under strict.
     """
     found = decoder_layers(model)
+    register_if_loaded()
     if layers is not None:
         layers = layers if isinstance(layers, (int, str)) else tuple(layers)
         if not isinstance(layers, tuple) or not all(isinstance(n, int) for n in layers):

@@ -26,15 +26,19 @@ class LayerSpec:
     instead of q, k, v. gate "": an MLP of two layers, or with mlp "gated_stacked" the gate is the first half of `up`.
     q_norm, k_norm: names in the attention, for layers that have them. dropouts: modules or numbers that must be zero in training,
     and the word of the config that sets them.
+    scaling: the attention's softmax scale, "" for head_dim**-0.5. window: path of how many tokens a token sees to one side,
+    itself among them; softcap: of the bound of the logits. first_lacks: norms that the first layer has torch.nn.Identity for.
     switches: what live attributes decide: path -> (field of BlockSpec, {value: field's value}). refused: path of an attribute ->
     why no kernel exists if it is true. partial: the tables may be narrower than a head.
 
     The rest is for FusedBlock, which builds the layer without transformers. words: words of its config.json beside those that
     `config_words` derives, and the values transformers gives them where they are absent. aliases: other names of words. biases:
-    which of the linear layers have one, or the word that decides. scale: the word for the softmax scale, "" for
-    head_dim**-0.5. causal: whether a query sees earlier keys only, or the word that decides. head_weights: q_norm and k_norm
-    have weights for every head. shared_norm: with parallel branches there is no mlp_norm. ffn_ratio: intermediate_size by
-    hidden_size where the config gives none. rope_kinds: what the family takes a rope_type for.
+    which of the linear layers and LayerNorms have one, or the word that decides. scale: the word for the softmax scale, "" for
+    head_dim**-0.5; scale_power: what to raise it to. period: without layer_types, after how many layers with a window one has
+    none; period_start: the index of the first layer that counts. thetas: layer type -> rope_theta where layers differ in it.
+    causal: whether a query sees earlier keys only, or the word that decides. head_weights: q_norm and k_norm have weights for
+    every head. shared_norm: with parallel branches there is no mlp_norm. ffn_ratio: intermediate_size by hidden_size where the
+    config gives none. rope_kinds: what the family takes a rope_type for.
 
     For files: old_names: module -> the module of the layer whose weights a checkpoint holds under that name, because transformers
     has renamed it and writes the old name still. old_buffers: what checkpoints hold and no layer has any more.
@@ -66,6 +70,10 @@ class LayerSpec:
     head_dim: str = "head_dim"
     dropouts: Mapping[str, str] = field(default_factory=lambda: {"self_attn.attention_dropout": "attention_dropout"})
     branch_scale: str = ""
+    scaling: str = "scaling"
+    window: str = ""
+    softcap: str = ""
+    first_lacks: tuple[str, ...] = ()
     switches: Mapping[str, tuple[str, Mapping[bool, str]]] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     norm: str = "rms"
@@ -82,6 +90,10 @@ class LayerSpec:
     aliases: Mapping[str, str] = field(default_factory=dict)
     biases: Mapping[str, str | bool] = field(default_factory=lambda: {**_ATTENTION_BIAS})
     scale: str = ""
+    scale_power: float = 1.0
+    period: int = 0
+    period_start: int = 1
+    thetas: Mapping[str, float] = field(default_factory=dict)
     causal: str | bool = True
     head_weights: bool = False
     shared_norm: bool = False
@@ -120,6 +132,10 @@ class LayerSpec:
         words |= {word: False for word in self.biases.values() if isinstance(word, str)}
         words |= {word: 0.0 for word in self.dropouts.values()}
         words |= {path.rpartition(".")[2]: False for path in self.refused}
+        if self.period:
+            words |= {"sliding_window": 4096, "layer_types": None, "sliding_window_pattern": self.period}
+        if self.thetas:
+            words |= {"rope_theta": self.thetas["full_attention"], "rope_local_base_freq": self.thetas["sliding_attention"]}
         if isinstance(self.causal, str):
             words[self.causal] = False
         return words | dict(self.words)
@@ -135,12 +151,21 @@ def _decoder(family: str, name: str, **options: object) -> LayerSpec:
 
 _GROUPS = {"num_key_value_heads": None, "head_dim": None}
 _WINDOWS = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28, "layer_types": None}
+_OWN_WINDOW = "self_attn.sliding_window"
+_MODEL_WINDOW = "self_attn.config.sliding_window"
 _BIASES = {"qkv": True, "o": True, "mlp": True}
 _NO_BIASES = dict.fromkeys(_BIASES, False)
 _LLAMA_BIASES = {**_ATTENTION_BIAS, "mlp": "mlp_bias"}
 _LLAMA = _decoder("llama", "Llama", biases=_LLAMA_BIASES)
 _PLAIN_MLP: dict[str, Any] = {"mlp": "plain", "gate": ""}
 _FUSED_GATE_UP: dict[str, Any] = {"mlp": "gated_stacked", "gate": "", "up": "mlp.gate_up_proj", "activation": "mlp.activation_fn"}
+_GEMMA = {"num_key_value_heads": 4, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
+          "use_bidirectional_attention": None}  # fmt: skip
+_SANDWICH: dict[str, Any] = {
+    "attn_out_norm": "post_attention_layernorm", "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_out_norm": "post_feedforward_layernorm", "eps": "eps", "weight_offset": 1.0, "round_early": False,
+    "scale": "query_pre_attn_scalar", "scale_power": -0.5, "aliases": {"hidden_activation": "hidden_act"},
+}  # fmt: skip
 _LAYER_NORM: dict[str, Any] = {"norm": "layer", "norm_class": _TORCH_NORM, "eps": "eps"}
 _ENCODER = {"hidden_act": "gelu", "layer_norm_eps": 1e-12}
 _BERT = LayerSpec(
@@ -160,19 +185,33 @@ _BERT = LayerSpec(
 _ENTRIES = (
     _LLAMA,
     _decoder(
-        "mistral", "Mistral", biases=_NO_BIASES, words={**_GROUPS, "num_key_value_heads": 8, "sliding_window": 4096},
+        "mistral", "Mistral", window=_MODEL_WINDOW, biases=_NO_BIASES,
+        words={**_GROUPS, "num_key_value_heads": 8, "sliding_window": 4096},
     ),
     _decoder(
-        "qwen2", "Qwen2", biases={**_NO_BIASES, "qkv": True}, words={**_GROUPS, "num_key_value_heads": 32, **_WINDOWS},
+        "qwen2", "Qwen2", window=_OWN_WINDOW, biases={**_NO_BIASES, "qkv": True},
+        words={**_GROUPS, "num_key_value_heads": 32, **_WINDOWS},
     ),
-    _decoder("qwen3", "Qwen3", qk_norm="head", words={"num_key_value_heads": 32, "head_dim": 128, **_WINDOWS}),
+    _decoder(
+        "qwen3", "Qwen3", window=_OWN_WINDOW, qk_norm="head", words={"num_key_value_heads": 32, "head_dim": 128, **_WINDOWS},
+    ),
     _decoder(
         "gemma", "Gemma", eps="eps", weight_offset=1.0, round_early=False,
         words={"num_key_value_heads": 16, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
                "use_bidirectional_attention": None},
     ),
     _decoder(
-        "phi3", "Phi3", qkv="self_attn.qkv_proj", qkv_layout="stacked", partial=True, biases=_NO_BIASES, **_FUSED_GATE_UP,
+        "gemma2", "Gemma2", window=_OWN_WINDOW, softcap="self_attn.attn_logit_softcapping", period=2, **_SANDWICH,
+        words={**_GEMMA, "attn_logit_softcapping": 50.0},
+    ),
+    _decoder(
+        "gemma3_text", "Gemma3", module="transformers.models.gemma3.modeling_gemma3", window=_OWN_WINDOW, qk_norm="head",
+        period=6, thetas={"full_attention": 1e6, "sliding_attention": 1e4}, **_SANDWICH,
+        words={**_GEMMA, "use_bidirectional_attention": False},
+    ),
+    _decoder(
+        "phi3", "Phi3", window=_MODEL_WINDOW, qkv="self_attn.qkv_proj", qkv_layout="stacked", partial=True,
+        biases=_NO_BIASES, **_FUSED_GATE_UP,
         dropouts={"self_attn.attention_dropout": "attention_dropout", "resid_attn_dropout": "resid_pdrop",
                   "resid_mlp_dropout": "resid_pdrop"},
         words={**_GROUPS, "rms_norm_eps": 1e-5, "sliding_window": None}, rope_kinds={"su": "longrope", "yarn": "longrope"},
@@ -200,7 +239,7 @@ _ENTRIES = (
         old_buffers=("attention.bias", "attention.masked_bias"), **_PLAIN_MLP, **_LAYER_NORM,
     ),
     _decoder(
-        "starcoder2", "Starcoder2", up="mlp.c_fc", down="mlp.c_proj", activation="mlp.act",
+        "starcoder2", "Starcoder2", window=_MODEL_WINDOW, up="mlp.c_fc", down="mlp.c_proj", activation="mlp.act",
         dropouts={"self_attn.attention_dropout": "attention_dropout", "self_attn.residual_dropout": "residual_dropout",
                   "mlp.residual_dropout": "residual_dropout"},
         biases=dict.fromkeys(_BIASES, "use_bias"), aliases={"norm_epsilon": "layer_norm_eps"},
@@ -212,16 +251,26 @@ _ENTRIES = (
         mlp_out_norm="post_feedforward_layernorm", round_early=False, qk_norm="full", words={**_GROUPS, "rms_norm_eps": 1e-5},
     ),
     _decoder(
+        "olmo3", "Olmo3", attn_norm="", attn_out_norm="post_attention_layernorm", mlp_norm="",
+        mlp_out_norm="post_feedforward_layernorm", round_early=False, qk_norm="full", window=_OWN_WINDOW, period=4,
+        thetas=dict.fromkeys(("full_attention", "sliding_attention"), 500000.0), words={**_GROUPS, "rms_norm_eps": 1e-5},
+    ),
+    _decoder(
         "cohere", "Cohere", norm_class="CohereLayerNorm", norm="layer", mlp_norm="", residual="parallel", rope="interleaved",
         tables="repeat", switches={"self_attn.use_qk_norm": ("qk_norm", {True: "head", False: ""})}, head_weights=True,
         words={**_GROUPS, "use_qk_norm": False, "rope_theta": 500000.0},
+    ),
+    _decoder(
+        "cohere2", "Cohere2", norm_class="Cohere2LayerNorm", norm="layer", mlp_norm="", residual="parallel", rope="interleaved",
+        tables="repeat", window=_OWN_WINDOW, switches={_OWN_WINDOW: ("rope", {True: "interleaved", False: ""})}, period=4,
     ),
     _decoder(
         "granite", "Granite", branch_scale="residual_multiplier", scale="attention_multiplier", biases=_LLAMA_BIASES,
         words={**_GROUPS, "residual_multiplier": 1.0, "attention_multiplier": 1.0},
     ),
     _decoder(
-        "smollm3", "SmolLM3", switches={"self_attn.use_rope": ("rope", {True: "half", False: ""})}, biases=_LLAMA_BIASES,
+        "smollm3", "SmolLM3", window=_OWN_WINDOW, switches={"self_attn.use_rope": ("rope", {True: "half", False: ""})},
+        biases=_LLAMA_BIASES,
         words={**_GROUPS, "num_key_value_heads": 4, "rope_theta": 2000000.0, "no_rope_layers": None, "no_rope_layer_interval": 4,
                "sliding_window": None, "use_sliding_window": False, "layer_types": None},
     ),
@@ -252,6 +301,19 @@ _ENTRIES = (
                    "attention.attention.value": "attention.v_proj", "attention.output.dense": "attention.o_proj",
                    "intermediate.dense": "mlp.fc1", "output.dense": "mlp.fc2"},
     ),
+    LayerSpec(
+        "modernbert", "ModernBertEncoderLayer", {"attn": "ModernBertAttention", "mlp": "ModernBertMLP"}, attention="attn",
+        attn_norm="attn_norm", mlp_norm="mlp_norm", first_lacks=("attn_norm",), qkv="attn.Wqkv", qkv_layout="stacked",
+        o="attn.Wo", gate="", up="mlp.Wi", down="mlp.Wo", mlp="gated_stacked", activation="mlp.act", scaling="",
+        window="attn.sliding_window", causal=False, period=3, period_start=0,
+        dropouts={"attn.attention_dropout": "attention_dropout", "attn.out_drop": "attention_dropout", "mlp.drop": "mlp_dropout"},
+        biases={**_ATTENTION_BIAS, "mlp": "mlp_bias", "norm": "norm_bias"}, words={"hidden_act": "gelu", "sliding_window": 128},
+        thetas={"full_attention": 160000.0, "sliding_attention": 10000.0},
+        aliases={"hidden_activation": "hidden_act", "norm_eps": "layer_norm_eps", "local_attention": "sliding_window",
+                 "global_attn_every_n_layers": "sliding_window_pattern", "global_rope_theta": "rope_theta",
+                 "local_rope_theta": "rope_local_base_freq"},
+        **_LAYER_NORM,
+    ),
 )  # fmt: skip
 # Names of parameters in checkpoints that were once TensorFlow's, of any family.
 OLD_PARAMETERS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
@@ -260,12 +322,7 @@ FAMILIES = {spec.family: spec for spec in _ENTRIES}
 
 # Layers that transformers has and no kernel takes yet: class -> what is missing.
 WAITING = {
-    "Gemma2DecoderLayer": "attention logit softcapping has no kernel yet",
-    "Gemma3DecoderLayer": "attention windows have no kernel yet",
-    "Cohere2DecoderLayer": "attention windows have no kernel yet",
-    "Olmo3DecoderLayer": "attention windows have no kernel yet",
-    "ModernBertEncoderLayer": "attention windows have no kernel yet",
-    "GptOssDecoderLayer": "attention sinks and experts have no kernel yet",
+    "GptOssDecoderLayer": "experts (MoE) have no kernel yet",
     "MixtralDecoderLayer": "experts (MoE) have no kernel yet",
     "Qwen2MoeDecoderLayer": "experts (MoE) have no kernel yet",
     "Qwen3MoeDecoderLayer": "experts (MoE) have no kernel yet",
