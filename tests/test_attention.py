@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from einops import einsum, rearrange, repeat
 from torch import Tensor
 
+from fusedblock import attention as attend
 from fusedblock import ops
 from fusedblock.interpret import count_traffic, interpret
 from fusedblock.kernels import _attention as shared
@@ -120,7 +122,7 @@ def kernels(target: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, c
         q, k, v, grad = (torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda").copy_(t) for t in (q, k, v, grad))
         mask = None if mask is None else mask.cuda()
     with contextlib.nullcontext() if target == "cuda" else interpret(TARGETS[target]):
-        got = with_gradients(lambda *t: ops.attention(*t, causal=causal, mask=mask, return_lse=True), q, k, v, grad)
+        got = with_gradients(lambda *t: attend(*t, causal=causal, mask=mask, return_lse=True), q, k, v, grad)
     return {name: t.cpu() for name, t in got.items()}
 
 
@@ -265,7 +267,7 @@ def test_nan_in_padding_does_not_spread(mask, causal, target):
     same(got, kernels(target, q, *clean, m, causal, grad))
     assert all((got[n].masked_select(hidden[..., None, None]) == 0).all() for n in ("grad_k", "grad_v"))
     # The reference, which runs where there is no GPU, holds the same.
-    reference = with_gradients(lambda *t: ops.attention(*t, causal=causal, mask=m, return_lse=True), q, *spoilt, grad)
+    reference = with_gradients(lambda *t: attend(*t, causal=causal, mask=m, return_lse=True), q, *spoilt, grad)
     assert all(t.isfinite().all() for n, t in reference.items() if n != "lse")
 
 
@@ -274,7 +276,7 @@ def test_nan_in_padding_does_not_spread(mask, causal, target):
 def test_empty(empty, target):
     case = replace(Case(), **empty)
     q, k, v, _, grad = case.inputs(torch.float32)
-    reference = with_gradients(lambda *t: ops.attention(*t, causal=True, return_lse=True), q, k, v, grad)
+    reference = with_gradients(lambda *t: attend(*t, causal=True, return_lse=True), q, k, v, grad)
     for got in (kernels(target, q, k, v, None, True, grad), reference):
         assert got["out"].shape == q.shape and (got["out"] == 0).all()
         assert got["lse"].shape == (case.batch, 2, case.seq) and (got["lse"] == -math.inf).all()
@@ -306,18 +308,31 @@ def test_gradcheck(case):
     q, k, v, mask, _ = case.inputs(torch.float64)
     leaves = [t.requires_grad_() for t in (q, k, v)]
     with interpret(TARGETS["sm_80"]):
-        run = lambda *t: ops.attention(*t, causal=True, mask=mask, scale=0.3)
+        run = lambda *t: attend(*t, causal=True, mask=mask, scale=0.3)
         # Fast mode projects the Jacobian; test_dtypes holds every gradient in float64 to 1e-12.
         assert torch.autograd.gradcheck(run, leaves, eps=1e-6, atol=1e-5, fast_mode=True)
+
+
+def named(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> dict:
+    """The op's arguments by name."""
+    given = ops.attention_args(q, k, v, mask=mask, right=0 if causal else -1, scale=scale)
+    return dict(zip(attention.NAMES, given, strict=True))
+
+
+def backward(args: dict, grad: Tensor, out: Tensor, lse: Tensor, needs: Sequence[bool]) -> tuple[dict, tuple[Tensor, ...]]:
+    """Arguments and results of the backward op; needs: of q, k, v."""
+    given = {"grad_out": grad, "out": out, "lse": lse, **{f"need_{n}": need for n, need in zip("qkv", needs)}}
+    found = {n: given[n] if n in given else args.get(n, False) for n in attention_backward.NAMES}
+    return found, attention_backward.launch(*found.values())
 
 
 @pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=3)))
 def test_only_wanted_gradients(needs):
     q, k, v, _, grad = Case().inputs(torch.float32)
+    args = named(q, k, v, None, True, 0.25)
     with interpret(TARGETS["sm_90"]):
-        out, lse = attention.launch(q, k, v, None, True, 0.25)
-        full = attention_backward.launch(grad, q, k, v, None, out, lse, True, 0.25, True, True, True)
-        got = attention_backward.launch(grad, q, k, v, None, out, lse, True, 0.25, *needs)
+        out, lse = attention.launch(*args.values())
+        full, got = (backward(args, grad, out, lse, which)[1] for which in ((True, True, True), needs))
     for need, g, f in zip(needs, got, full):
         assert torch.equal(g, f) if need else g.shape == (0,)
 
@@ -327,13 +342,11 @@ def test_only_wanted_gradients(needs):
 def test_costs_are_what_the_kernels_move(mask, causal, target):
     q, k, v, m, grad = Case(70, 90, heads=4, kv_heads=2, head_dim=24, mask=mask).inputs(torch.float16)
     m = attention.normalise_mask(m, q, k)
-    args = {"q": q, "k": k, "v": v, "mask": m, "causal": causal, "scale": 0.2}
+    args = named(q, k, v, m, causal, 0.2)
     with count_traffic(TARGETS[target]) as traffic:
-        out, lse = attention.launch(**args)
-        attention_backward.launch(grad, q, k, v, m, out, lse, causal, 0.2, True, True, True)
-    needs = {f"need_{n}": True for n in "qkv"}
-    costs = (*attention.SPEC.costs(args),
-             *attention_backward.SPEC.costs({**args, "grad_out": grad, "out": out, "lse": lse, **needs}))  # fmt: skip
+        out, lse = attention.launch(*args.values())
+        again, _ = backward(args, grad, out, lse, (True, True, True))
+    costs = (*attention.SPEC.costs(args), *attention_backward.SPEC.costs(again))
     assert [(c.read_bytes, c.written_bytes) for c in costs] == [(t.read_bytes, t.written_bytes) for t in traffic.launches]
     pairs = sum(max(0, min(90, i + 1 + 20)) if causal else 90 for i in range(70)) * 2 * 4
     assert costs[0].flops == 4 * pairs * 24
@@ -344,14 +357,19 @@ def test_costs_are_what_the_kernels_move(mask, causal, target):
 @pytest.mark.parametrize("seq, context", [(1, 1), (5, 9), (9, 5), (0, 3), (3, 0)])
 def test_allowed_pairs(seq, context):
     counted = sum(1 for i in range(seq) for j in range(context) if j <= i + context - seq)
-    assert shared.allowed_pairs(seq, context, True) == counted
-    assert shared.allowed_pairs(seq, context, False) == seq * context
+    assert shared.allowed_pairs(seq, context, -1, 0) == counted
+    assert shared.allowed_pairs(seq, context, -1, -1) == seq * context
+    for left, right, prefix in ((2, 0, 0), (0, 3, 0), (-1, 1, 0), (-1, 0, 2), (1, -1, 0)):
+        places = [(i + context - seq, j) for i in range(seq) for j in range(context)]
+        seen = [(p, j) for p, j in places if right < 0 or j <= p + right or j < prefix]
+        counted = sum(1 for p, j in seen if left < 0 or j >= p - left)
+        assert shared.allowed_pairs(seq, context, left, right, prefix) == counted
 
 
 @pytest.mark.parametrize("case", [Case(), Case(20, 9), *(Case(mask=m, causal=c) for m in MASKS for c in (False, True))], ids=str)
 def test_references(case):
     q, k, v, mask, grad = case.inputs(torch.float64)
-    got = with_gradients(lambda *t: ops.attention(*t, causal=case.causal, mask=mask, return_lse=True), q, k, v, grad)
+    got = with_gradients(lambda *t: attend(*t, causal=case.causal, mask=mask, return_lse=True), q, k, v, grad)
     want = with_gradients(lambda *t: exact(*t, mask, case.causal, 0.25), q, k, v, grad)
     assert all(error(got[n], want[n]) <= 1e-12 for n in NAMES)
     assert all(got[n].is_contiguous() for n in NAMES)
@@ -362,14 +380,14 @@ def test_references(case):
     [
         ({"heads": 3, "kv_heads": 2}, "heads=3.*kv_heads=2"),
         ({"head_dim": 20}, "head_dim=20"),
-        ({"head_dim": 8}, "head_dim=8.*16 to 256"),
+        ({"head_dim": 4}, "head_dim=4.*8 to 256"),
         ({"head_dim": 264}, "head_dim=264"),
     ],
 )
 def test_refused_shapes(change, message):
     q, k, v, _, _ = replace(Case(), **change).inputs(torch.float32)
     with pytest.raises(ValueError, match=message):
-        ops.attention(q, k, v)
+        attend(q, k, v)
 
 
 @pytest.mark.parametrize(
@@ -387,7 +405,7 @@ def test_refused_shapes(change, message):
 def test_refused_values(mask, scale, kind, message):
     q, k, v, _, _ = Case().inputs(torch.float32)
     with pytest.raises(kind, match=message):
-        ops.attention(q, k, v, mask=mask, scale=scale)
+        attend(q, k, v, mask=mask, scale=scale)
 
 
 def test_a_row_mask_of_two_axes_is_a_view():
@@ -457,7 +475,7 @@ def test_gpu_more_than_2_to_the_31_elements():
     assert q.numel() > 2**31
 
     def run(*t: Tensor) -> dict[str, Tensor]:
-        return with_gradients(lambda *qkv: ops.attention(*qkv, causal=True, return_lse=True), *t)
+        return with_gradients(lambda *qkv: attend(*qkv, causal=True, return_lse=True), *t)
 
     whole = run(q, k, v, grad)
     part = run(*(t[-2:].clone() for t in (q, k, v, grad)))

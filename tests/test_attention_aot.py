@@ -14,6 +14,7 @@ import aot
 import pytest
 import torch
 
+from fusedblock import ops
 from fusedblock.kernels import _lang, attention, attention_backward
 from fusedblock.kernels._target import TARGETS
 
@@ -42,9 +43,12 @@ def inputs(head_dim: int, dtype: torch.dtype, mask: str) -> tuple:
 
 def compiled(target: str, head_dim: int, dtype: torch.dtype, mask: str, causal: bool) -> list:
     q, k, v, m, lse = inputs(head_dim, dtype, mask)
+    args = dict(zip(attention.NAMES, ops.attention_args(q, k, v, mask=m, right=0 if causal else -1, scale=head_dim**-0.5)))
+    needs = {f"need_{name}": True for name in "qkv"}
+    given = {**args, "grad_out": q, "out": q, "lse": lse, **needs}
     with aot.compile_only(TARGETS[target]) as kernels:
-        attention.launch(q, k, v, m, causal, head_dim**-0.5)
-        attention_backward.launch(q, q, k, v, m, q, lse, causal, head_dim**-0.5, True, True, True)
+        attention.launch(*args.values())
+        attention_backward.launch(*(given.get(name, False) for name in attention_backward.NAMES))
     return kernels
 
 
@@ -104,7 +108,7 @@ def test_unaligned_rows_take_the_pointer_path(target: str):
     q, k, v, _, _ = inputs(64, torch.bfloat16, "none")
     odd = torch.empty(*q.shape[:3], 68, dtype=q.dtype, device="meta")[..., :64]
     with aot.compile_only(TARGETS[target]) as (kernels):
-        attention.launch(odd, k, v, None, True, 0.125)
+        attention.launch(*ops.attention_args(odd, k, v, right=0, scale=0.125))
     assert "cp.async.bulk.tensor" not in kernels[0].asm.get("ptx", "")
     assert aot.problems(kernels, TARGETS[target], max_spill_bytes=1 << 30) == []
 
