@@ -129,14 +129,13 @@ def flash_attn_varlen_func(
 
 
 def _flash(name: str, q: Tensor, k: Tensor, v: Tensor, scale: float | None, probabilities: bool, **options: Any) -> Any:
-    head_dim = q.shape[-1]
-    more = -head_dim % 8
-    if more:  # zeros change no logit
-        q, k, v = (torch.nn.functional.pad(t, (0, more)) for t in (q, k, v))
-        scale = head_dim**-0.5 if scale is None else scale
+    head_dim, v_dim = q.shape[-1], v.shape[-1]
+    if head_dim % 8 or v_dim % 8:  # zeros change no logit
+        q, k, v = (torch.nn.functional.pad(t, (0, -t.shape[-1] % 8)) for t in (q, k, v))
+        scale = max(head_dim, 1) ** -0.5 if scale is None else scale
     call = _call(name, q, k, v, scale=scale, **options)
     out, lse = _computed(call)
-    out = out[..., :head_dim] if more else out
+    out = out[..., :v_dim] if v_dim % 8 else out
     if not probabilities:
         return out
     shape = (options["max_seqlen_q"], options["max_seqlen_k"]) if call.packed else None

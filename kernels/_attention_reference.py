@@ -186,8 +186,9 @@ def logits(segment: Segment, args: Args) -> Logits:
 def forward(op: str, sizes: Sizes, args: dict[str, Any], out: Tensor, lse: Tensor) -> None:
     """Fill out and lse."""
     out.zero_()
-    lse.fill_(float("-inf"))
     sinks, kv_heads = args.get("sinks"), sizes["kv_heads"]
+    # Of rows that no sequence has, as of those that attend nothing.
+    lse.copy_(torch.full_like(lse, float("-inf")) if sinks is None else sinks[None, :, None].expand(lse.shape))
     for segment in segments(op, sizes, args):
         found = logits(segment, args)
         x, dtype = found.x, segment.v.dtype

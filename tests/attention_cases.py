@@ -1,21 +1,18 @@
-"""Attention in every form: cases, their inputs, a float64 formula and plain torch to hold any implementation to.
-
-`formula` is written sequence by sequence and head by head, apart from the package's reference. In float64 it is the truth
-(gradients by autograd); in the dtype of the inputs it is plain torch, whose error is the yardstick of fp16, bf16 and fp8.
-"""
+"""Attention in every form: cases, their inputs, and how any implementation is held to the float64 formula."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
+from attention_formula import BLOCK, formula
 from torch import Tensor
 
 from fusedblock.interpret import interpret
@@ -27,7 +24,6 @@ GRADIENTS = ("q", "k", "v", "bias", "sinks")
 MASKS = ("padding", "padding-added", "bool", "added")
 BIASES = ("full", "batch", "heads", "both", "row", "column")
 PACKED = ((17, 29), (0, 5), (1, 1), (40, 40), (20, 3), (7, 0))
-BLOCK = 128  # of a block map
 # In the order of the kernels' arguments.
 TENSORS = ("mask", "bias", "sinks", "alibi_slopes", "block_map", "prefix_lens", "cu_seqlens_q", "cu_seqlens_k", "seqused_k",
            "block_table", "q_scale", "k_scale", "v_scale")  # fmt: skip
@@ -60,6 +56,7 @@ class Case:
     seqused: bool = False  # always true when paged
     dropout: float = 0.0
     scale: float | None = None
+    forward: bool = False  # no gradients are wanted
 
     def __str__(self) -> str:
         plain = Case()
@@ -85,7 +82,8 @@ class Case:
     @property
     def forward_only(self) -> bool:
         """Whether no gradients are to be had."""
-        return self.paged or self.dtype is FP8 or (max(self.head_dim, self.v_dim) > 256 and self.v_dim not in (0, self.head_dim))
+        wide = max(self.head_dim, self.v_dim) > 256 and self.v_dim not in (0, self.head_dim)
+        return self.forward or self.paged or self.dtype is FP8 or wide
 
     @property
     def out_dim(self) -> int:
@@ -236,146 +234,6 @@ def _mask(c: Case, g: torch.Generator) -> Tensor:
     return torch.randn(1, 1, c.seq, c.context, generator=g).masked_fill(~allowed[:1, :1], -math.inf)
 
 
-# ---- the formula -------------------------------------------------------------------------------------------------------------
-
-
-def philox(seed: int, key: np.ndarray, row: np.ndarray, head: int) -> np.ndarray:
-    """First word of Philox4x32-10 for the counter (key, row, head, 0), in 64-bit unsigned integers."""
-    u, low = np.uint64, np.uint64(0xFFFFFFFF)
-    shape = np.broadcast_shapes(key.shape, row.shape)
-    x = [*(np.broadcast_to(n, shape).astype(u) for n in (key, row)), np.full(shape, head, u), np.zeros(shape, u)]
-    keys = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF]
-    for _ in range(10):
-        a, b = x[0] * u(0xD2511F53), x[2] * u(0xCD9E8D57)
-        x = [(b >> u(32)) ^ x[1] ^ u(keys[0]), b & low, (a >> u(32)) ^ x[3] ^ u(keys[1]), a & low]
-        keys = [(keys[0] + 0x9E3779B9) & 0xFFFFFFFF, (keys[1] + 0xBB67AE85) & 0xFFFFFFFF]
-    return x[0]
-
-
-def kept(seed: int, rows: int, cols: int, first_row: int, head: int, dropout: float) -> Tensor:
-    """Which weights dropout keeps, `rows cols`; head counts over the batch."""
-    words = philox(seed, np.arange(cols)[None, :], (first_row + np.arange(rows))[:, None], head)
-    return torch.from_numpy((words >> np.uint64(8)).astype(np.float64) * 2.0**-24 >= np.float32(dropout))
-
-
-@dataclass
-class Part:
-    """One sequence's queries, keys and values `rows heads dim`, and where it lies."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    number: int
-    first: int  # row of q
-    batch: int
-
-
-def sequences(x: Inputs) -> Iterator[Part]:
-    c, o = x.case, x.options
-    first_q = first_k = 0
-    for n, (queries, keys) in enumerate(c.sequences):
-        q = x.q[first_q : first_q + queries] if c.packed else x.q[n]
-        if c.paged:
-            pages = o["block_table"][n, : -(-keys // c.page)].tolist()
-            k, v = (torch.cat([t[p] for p in pages])[:keys] if pages else t[0][:0] for t in (x.k, x.v))
-        elif c.packed:
-            k, v = x.k[first_k : first_k + keys], x.v[first_k : first_k + keys]
-        else:
-            k, v = x.k[n, :keys], x.v[n, :keys]
-        batch = 0 if c.packed else n
-        q, k, v = (scaled(t, o.get(f"{name}_scale"), batch) for name, t in (("q", q), ("k", k), ("v", v)))
-        yield Part(q, k, v, n, first_q, batch)
-        first_q, first_k = first_q + queries * c.packed, first_k + keys
-
-
-def scaled(t: Tensor, scale: Tensor | None, batch: int) -> Tensor:
-    return t if scale is None else t * scale[batch if scale.shape[0] > 1 else 0, :, None].to(t.dtype)
-
-
-def in_window(x: Inputs, s: Part) -> Tensor:
-    """Which keys each query may attend by its place, query by query."""
-    c, o, rows, cols = x.case, x.options, s.q.shape[0], s.k.shape[0]
-    left, right = (-1, -1) if c.window is None else c.window
-    right = 0 if c.causal else right
-    ok = torch.zeros(rows, cols, dtype=torch.bool)
-    prefix = int(o["prefix_lens"][s.number]) if c.prefix else 0
-    for i in range(rows):
-        place = i + cols - rows
-        start = 0 if left < 0 else max(0, place - left)
-        end = cols if right < 0 else min(cols, max(place + right + 1, prefix))
-        ok[i, start : max(start, end)] = True
-    return ok
-
-
-def allowed(x: Inputs, s: Part, head: int, ok: Tensor) -> Tensor:
-    """Those of them that a mask and a block map leave."""
-    c, o, rows, cols = x.case, x.options, s.q.shape[0], s.k.shape[0]
-    if c.mask:
-        mask = o["mask"][:, None, None] if o["mask"].dim() == 2 else o["mask"]
-        mask = at(mask, s.batch, head, rows, cols)
-        ok = ok & (mask if mask.dtype is torch.bool else mask > -1e38)
-    if c.block_map:
-        whole = at(o["block_map"], s.batch, head, None, None)
-        ok = ok & whole.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:rows, :cols]
-    return ok
-
-
-def at(t: Tensor, batch: int, head: int, rows: int | None, cols: int | None) -> Tensor:
-    """The part of a tensor `1|batch 1|heads rows cols` that one head sees."""
-    t = t[batch if t.shape[0] > 1 else 0, head if t.shape[1] > 1 else 0]
-    return t if rows is None else t[:, :cols].expand(rows, cols)
-
-
-def formula(x: Inputs) -> tuple[Tensor, Tensor]:
-    """out and lse in the dtype of q; rows that attend nothing: 0 and -inf. Softmax in fp32, as plain torch has it."""
-    c, o = x.case, x.options
-    dtype, group = x.q.dtype, c.heads // c.kv_heads
-    wide = torch.promote_types(dtype, torch.float32)
-    scale = c.head_dim**-0.5 if c.scale is None else c.scale
-    outs, lses = [], []
-    for s in sequences(x):
-        rows, cols = s.q.shape[0], s.k.shape[0]
-        place = torch.arange(rows)[:, None] + (cols - rows)
-        near = in_window(x, s)
-        y, z = [], []
-        for h in range(c.heads):
-            ok = allowed(x, s, h, near)
-            live = ok.any(0)[:, None]
-            k, v = (torch.where(live, t[:, h // group], 0) for t in (s.k, s.v))
-            logits = s.q[:, h] @ k.T * scale
-            if c.softcap:
-                logits = c.softcap * torch.tanh(logits / c.softcap)
-            if c.alibi:
-                slopes = o["alibi_slopes"]
-                slope = slopes[h] if slopes.dim() == 1 else slopes[s.batch, h]
-                logits = logits - (slope * (place - torch.arange(cols)).abs()).to(dtype)
-            if c.bias:
-                logits = logits + at(o["bias"], s.batch, h, rows, cols).to(dtype)
-            if c.mask.endswith("added"):
-                logits = logits + at(o["mask"], s.batch, h, rows, cols).to(dtype).masked_fill(~ok, 0)
-            logits = logits.to(wide).masked_fill(~ok, -math.inf)
-            sink = o["sinks"][h].to(wide).reshape(1, 1).expand(rows, 1) if c.sinks else logits.new_zeros(rows, 0)
-            logits = torch.cat((logits, sink), 1)
-            dead = (logits == -math.inf).all(1, keepdim=True)
-            logits = torch.where(dead, 0, logits)
-            weights = (torch.softmax(logits, 1) * ~dead)[:, :cols].to(dtype)
-            if c.dropout:
-                keep = kept(x.seed, rows, cols, s.first, s.batch * c.heads + h, c.dropout)
-                weights = weights * keep / (1 - c.dropout)
-            y.append(weights @ v)
-            total = logits.logsumexp(1) if logits.shape[1] else logits.new_zeros(rows)
-            z.append(total.masked_fill(dead[:, 0], -math.inf))
-        outs.append(torch.stack(y, 1))
-        lses.append(torch.stack(z))
-    if not c.packed:
-        return (torch.stack(outs), torch.stack(lses)) if outs else (x.q.new_zeros(0, c.seq, c.heads, c.out_dim),
-                                                                    x.q.new_zeros(0, c.heads, c.seq, dtype=wide))  # fmt: skip
-    tail = x.q.shape[0] - sum(n for n, _ in c.lengths)
-    outs.append(x.q.new_zeros(tail, c.heads, c.out_dim))
-    lses.append(x.q.new_full((c.heads, tail), -math.inf, dtype=wide))
-    return torch.cat(outs), torch.cat(lses, 1)
-
-
 def with_gradients(run: Callable[[Inputs], Any], x: Inputs) -> dict[str, Tensor]:
     """out, lse and, where the case has them, the gradients of everything that has one."""
     if x.case.forward_only:
@@ -384,7 +242,10 @@ def with_gradients(run: Callable[[Inputs], Any], x: Inputs) -> dict[str, Tensor]
         return {"out": out, "lse": lse}
     leaves = {n: t.detach().requires_grad_() for n in GRADIENTS if (t := x.tensor(n)) is not None}
     out, lse = run(x.with_(**leaves))
-    grads = torch.autograd.grad(out, list(leaves.values()), x.grad)
+    if out.requires_grad:
+        grads = torch.autograd.grad(out, list(leaves.values()), x.grad)
+    else:  # the formula has nothing to compute
+        grads = tuple(torch.zeros_like(t) for t in leaves.values())
     return {"out": out.detach(), "lse": lse.detach(), **{f"grad_{n}": g for n, g in zip(leaves, grads)}}
 
 
@@ -515,6 +376,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 # Of one kind only: two of them are not an option each.
 KINDS = ("bias", "mask", "block-map", "alibi", "v-")
+# Forms of an option that one other stands for in the short walk of the pairs: they differ in strides alone.
+ALIKE = {"left", "alibi-batch", "bias-full", "bias-heads", "bias-both", "bias-column", "mask-padding-added", "block-map-both",
+         "block-map-full", "v-narrower", "mha", "scale"}  # fmt: skip
+# Small enough to interpret hundreds of.
+TINY = {"seq": 20, "context": 35, "heads": 2, "kv_heads": 1, "page": 8,
+        "lengths": ((5, 9), (0, 3), (1, 1), (12, 12), (8, 2), (3, 0))}  # fmt: skip
 
 
 def meaningful(case: Case) -> bool:
@@ -530,10 +397,10 @@ def alone(**common: Any) -> list[Case]:
     return [Case(**{**common, **option}) for option in OPTIONS.values()]
 
 
-def pairs(**common: Any) -> list[Case]:
-    """Every two options that go together, once."""
+def pairs(every: bool = True, **common: Any) -> list[Case]:
+    """Two options that go together, each pair once; every: of all options, else without those ALIKE others."""
     found = {}
-    names = list(OPTIONS)
+    names = [name for name in OPTIONS if every or name not in ALIKE]
     for i, a in enumerate(names):
         for b in names[i + 1 :]:
             if any(a.startswith(kind) and b.startswith(kind) for kind in KINDS):
