@@ -1,77 +1,126 @@
 """Softmax attention, backward: recomputes the logits (FlashAttention-2, Dao 2023, arXiv 2307.08691), deterministic.
 
-    p = exp(logits - lse)          delta = sum(out * grad_out, head_dim)          ds = p * (grad_out @ v^T - delta)
-    grad_q = scale * ds @ k        grad_k = scale * ds^T @ q                      grad_v = p^T @ grad_out
+    p = exp(logits - lse)          delta = sum(out * grad_out, v_dim)             ds = p * (grad_out @ v^T - delta)
+    grad_q = scale * dx @ k        grad_k = scale * dx^T @ q                      grad_v = p^T @ grad_out
+    grad_bias = ds, summed over the axes in which the bias is one        grad_sinks = -sum(exp(sink - lse) * delta, batch seq)
 
-Axes, masks and causal as in attention.py; grad_k and grad_v are summed over the query heads of their group. lse and the mask
-get no gradient. Rows that attend nothing get and give zero gradients.
+dx is ds times the derivative of softcap; with dropout p in grad_v and grad_out @ v^T are thinned as the forward was. Axes,
+options and what hides a key as in attention.py; grad_k and grad_v are summed over the query heads of their group. lse and the
+mask get no gradient. Rows that attend nothing get and give zero gradients; so do tokens past the last boundary and keys past
+seqused_k. Lengths that make no sense give NaN gradients.
 
-Three launches: delta (and lse in the units of the exponentials), then grad_k and grad_v with one program per key tile, then
-grad_q with one program per query tile. Nothing is accumulated in memory, so equal inputs give equal bits; the price is 7
-matrix products instead of 5.
+Launches: delta (and lse in the units of the exponentials), then grad_k and grad_v with one program per key tile, then
+grad_q with one program per query tile, then those of attention_bias_backward.py. Nothing is accumulated in memory, so equal
+inputs give equal bits; the price is 7 matrix products instead of 5.
 
-HBM, in elements: delta reads out, grad_out and lse and writes delta and shift; each of the others reads q, k, v, the mask,
-grad_out, delta and shift and writes its gradients.
+HBM, in elements: delta reads out, grad_out and lse and writes delta and shift; each of the others reads q, k, v, the options,
+grad_out, delta and shift and writes its gradients; sinks reads delta, shift and the sinks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from einops import einsum, rearrange
 from torch import Tensor
 
 from . import _attention as shared
-from ._attention import apply_mask, attended, load_rows
-from ._lang import cdiv, next_power_of_2, tl, triton
+from . import _attention_reference
+from . import _attention_tiles as tiles
+from ._attention_gradients import _delta_kernel, _kv_kernel, _q_kernel
+from ._lang import cdiv
 from ._launch import descriptor, on_device
 from ._launch import launch as _launch
-from ._spec import Args, Op, Sizes, Spec, Stage, Write, accumulate_dtype, flag
+from ._spec import Args, Op, Sizes, Spec, Stage, Write, flag
 from ._target import Target, target_of
+from .attention_bias_backward import launch_bias, launch_sinks
 
 DELTA_ROWS = 32
-_ANY = flag("need_q", "need_k", "need_v")
-_KV = flag("need_k", "need_v")
+_ANY = flag("need_q", "need_k", "need_v", "need_bias", "need_sinks")
+# The forward's arguments that a backward takes, in order; all of the op's.
+_TAKES = tuple(n for n in shared.READS if n not in ("block_table", "q_scale", "k_scale", "v_scale"))
+_NEEDS = ("need_q", "need_k", "need_v", "need_bias", "need_sinks")
+NAMES = ("grad_out", *_TAKES, "out", "lse", *shared.NUMBERS, *_NEEDS)
+READS = {
+    **{n: shared.READS[n] for n in _TAKES},
+    "grad_out": "batch seq heads v_dim", "out": "batch seq heads v_dim", "lse": "batch heads seq",
+}  # fmt: skip
 
 
-def _products(sizes: Sizes, args: Args, count: int) -> int:
-    """FLOPs of `count` matrix products over the attended pairs."""
-    pairs = shared.allowed_pairs(sizes["seq"], sizes["context"], args["causal"])
-    return 2 * count * sizes["batch"] * sizes["heads"] * sizes["head_dim"] * pairs
+def _products(sizes: Sizes, args: Args, keys: int, values: int) -> int:
+    """FLOPs of `keys` matrix products over head_dim and `values` over v_dim, of the attended pairs."""
+    return 2 * sizes["heads"] * (keys * sizes["head_dim"] + values * sizes["v_dim"]) * shared.pairs(sizes, args)
 
 
 def _kv_flops(sizes: Sizes, args: Args) -> tuple[int, int]:
     # logits; grad_v; and for grad_k: grad_out @ v^T and ds^T @ q.
-    return _products(sizes, args, 1 + bool(args["need_v"]) + 2 * bool(args["need_k"])), _products(sizes, args, 4)
+    need_k, need_v = bool(args["need_k"]), bool(args["need_v"])
+    return _products(sizes, args, 1 + need_k, need_v + need_k), _products(sizes, args, 2, 2)
 
 
 def _q_flops(sizes: Sizes, args: Args) -> tuple[int, int]:
-    # One kernel for all three gradients would need the logits and grad_out @ v^T once.
-    return _products(sizes, args, 1 if args["need_k"] else 2 if args["need_v"] else 3), _products(sizes, args, 3)
+    # One kernel for all gradients would need the logits and grad_out @ v^T once.
+    made = args["need_k"] or args["need_v"]
+    return _products(sizes, args, 1 + (not made), int(not args["need_k"])), _products(sizes, args, 2, 1)
 
 
-_OPERANDS = ("q", "k", "v", "mask", "grad_out", "delta", "shift")
+def _bias_flops(sizes: Sizes, args: Args) -> tuple[int, int]:
+    made = args["need_q"] or args["need_k"]
+    return _products(sizes, args, int(not made and not args["need_v"]), int(not made)), _products(sizes, args, 1, 1)
+
+
+def _schedules(sizes: Sizes, args: Args) -> dict[str, int]:
+    kv, q = _configs(sizes, args)
+    n = sizes["sequences"]
+    return {"columns": tiles.COLUMNS, "k_slots": tiles.schedule_slots(sizes["k_len"], n, kv.block_n),
+            "q_slots": tiles.schedule_slots(sizes["seq"], n, q.block_m)}  # fmt: skip
+
+
+def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
+    found = shared.check("attention_backward", sizes, args)
+    head_dim, v_dim = sizes["head_dim"], sizes["v_dim"]
+    if max(head_dim, v_dim) > 256 and head_dim != v_dim:
+        raise ValueError(f"attention_backward: head_dim={head_dim} with v_dim={v_dim} has no gradients, only 512 with 512 has")
+    if args["bias"] is not None:
+        found.update(zip(("bias_batch", "bias_heads", "bias_rows", "bias_keys"), args["bias"].shape))
+    if args["cu_seqlens_q"] is None or isinstance(sizes["seq"], torch.SymInt):
+        return found  # in a trace for any length no result has the slots
+    return {**found, **_schedules({**sizes, **found}, args)}
+
+
+_BOUNDS = ("cu_seqlens_q", "cu_seqlens_k")
+_OPERANDS = (*(n for n in _TAKES if n != "sinks"), "grad_out", "delta", "shift")
 SPEC = Spec(
     name="attention_backward",
-    reads={**shared.QKV, "grad_out": "batch seq heads head_dim", "out": "batch seq heads head_dim", "lse": "batch heads seq"},
+    reads=READS,
     writes={
         "grad_q": Write("batch seq heads head_dim", "q", flag("need_q")),
-        "grad_k": Write("batch context kv_heads head_dim", "k", flag("need_k")),
-        "grad_v": Write("batch context kv_heads head_dim", "v", flag("need_v")),
+        "grad_k": Write("k_batch k_len kv_heads head_dim", "k", flag("need_k")),
+        "grad_v": Write("k_batch k_len kv_heads v_dim", "v", flag("need_v")),
+        "grad_bias": Write("bias_batch bias_heads bias_rows bias_keys", "bias|q", flag("need_bias")),
+        "grad_sinks": Write("heads", "sinks|q", flag("need_sinks")),
     },
-    optional=frozenset({"mask"}),
-    any_dtype=frozenset({"mask", "lse"}),
-    derive=lambda sizes, args: shared.check("attention_backward", sizes, args),
+    optional=shared.OPTIONAL & frozenset(READS),
+    any_dtype=shared.OPTIONAL & frozenset(READS) | {"lse"},
+    derive=_axes,
+    read_bytes={"k": shared.key_bytes("k"), "v": shared.key_bytes("v")},
     scratch={
         "delta": Write("batch heads seq", "accumulate:q", _ANY),
         "shift": Write("batch heads seq", "accumulate:q", _ANY),
+        "k_schedule": Write("k_slots columns", "int32", lambda a: a["cu_seqlens_q"] is not None and (a["need_k"] or a["need_v"])),
+        "q_schedule": Write("q_slots columns", "int32", lambda a: a["cu_seqlens_q"] is not None and a["need_q"]),
     },
     stages=(
         Stage("attention_backward_delta", ("out", "grad_out", "lse"), ("delta", "shift"),
-              lambda s, a: 2 * s["batch"] * s["heads"] * s["seq"] * s["head_dim"]),
-        Stage("attention_backward_kv", _OPERANDS, ("grad_k", "grad_v"), _kv_flops),
-        Stage("attention_backward_q", _OPERANDS, ("grad_q",), _q_flops),
+              lambda s, a: 2 * s["batch"] * s["heads"] * s["seq"] * s["v_dim"]),
+        Stage("attention_backward_k_schedule", _BOUNDS, ("k_schedule",), lambda s, a: 0),
+        Stage("attention_backward_kv", (*_OPERANDS, "k_schedule"), ("grad_k", "grad_v"), _kv_flops),
+        Stage("attention_backward_q_schedule", _BOUNDS, ("q_schedule",), lambda s, a: 0),
+        Stage("attention_backward_q", (*_OPERANDS, "q_schedule"), ("grad_q",), _q_flops),
+        Stage("attention_backward_bias", _OPERANDS, ("grad_bias",), _bias_flops),
+        Stage("attention_backward_sinks", ("sinks", "delta", "shift"), ("grad_sinks",),
+              lambda s, a: 3 * s["batch"] * s["heads"] * s["seq"]),
     ),
 )  # fmt: skip
 
@@ -86,282 +135,168 @@ class Config:
     num_stages: int
 
 
-# (DP at most, bytes an element at most) -> Config, first match wins: (kv, q), (kv with a mask, q with a mask).
-Row = tuple[int, int, tuple[Config, Config], tuple[Config, Config]]
+# What a kernel's registers have to hold besides the plain form, from little to much.
+LEVELS = ("plain", "segments", "shaped", "tiled", "costly")
+Pair = tuple[Config, Config]
+Numbers = tuple[int, int, int, int]
+# (columns of q or v at most, bytes an element at most, configs of the kv and of the q kernel by level); first match wins.
+Row = tuple[int, int, dict[str, Pair]]
+
+
+def _row(columns: int, itemsize: int, **pairs: tuple[Numbers, Numbers]) -> Row:
+    """A level without an entry has that of the level before."""
+    found: dict[str, Pair] = {}
+    for level in LEVELS:
+        if level in pairs:
+            kv, q = pairs[level]
+            last = Config(*kv), Config(*q)
+        found[level] = last
+    return columns, itemsize, found
+
+
 TABLE: dict[str, tuple[Row, ...]] = {
-    # H200, 2026-11-29, bf16, D=128: kv 64x128 w8 s2 and q 128x64 w8 s3 gave 370-404 TFLOP/s for the whole backward.
+    # H200, 2026-11-29, bf16, D=128: kv 64x128 w8 s2 and q 128x64 w8 s3 gave 370-404 TFLOP/s for the whole backward. The others
+    # are not measured: the largest tiles that compile without spilling.
     "hopper": (
-        (128, 2, (Config(64, 128, 8, 2), Config(128, 64, 8, 3)), (Config(64, 64, 8, 2), Config(128, 64, 8, 2))),
-        (256, 2, (Config(32, 64, 8, 2), Config(128, 32, 8, 2)), (Config(32, 64, 8, 2), Config(64, 32, 8, 2))),
-        (64, 8, (Config(16, 64, 4, 1), Config(64, 32, 4, 2)), (Config(16, 64, 4, 1), Config(64, 32, 4, 2))),
-        (256, 8, (Config(16, 16, 4, 2), Config(16, 16, 4, 2)), (Config(16, 16, 4, 2), Config(16, 16, 4, 2))),
+        _row(128, 2, plain=((64, 128, 8, 2), (128, 64, 8, 3)), segments=((32, 128, 8, 2), (128, 64, 8, 3)),
+             shaped=((64, 64, 8, 2), (128, 64, 8, 2)), tiled=((64, 64, 8, 2), (128, 32, 8, 2)),
+             costly=((32, 64, 8, 1), (64, 32, 8, 2))),
+        _row(256, 2, plain=((32, 64, 8, 2), (128, 32, 8, 2)), shaped=((32, 64, 8, 2), (64, 32, 8, 2))),
+        _row(512, 2, plain=((16, 32, 8, 1), (32, 32, 8, 1))),
+        _row(64, 8, plain=((16, 64, 4, 1), (64, 32, 4, 2))),
+        _row(256, 8, plain=((16, 16, 4, 2), (16, 16, 4, 2))),
+        _row(512, 8, plain=((16, 16, 8, 1), (16, 16, 8, 1))),
     ),
     # Not measured: the largest tiles that compile for sm_80 without spilling.
     "ampere": (
-        (64, 2, (Config(64, 128, 8, 2), Config(64, 64, 8, 2)), (Config(32, 64, 4, 2), Config(64, 32, 8, 2))),
-        (128, 2, (Config(64, 64, 8, 2), Config(64, 64, 8, 2)), (Config(32, 64, 8, 2), Config(64, 64, 8, 1))),
-        (256, 2, (Config(32, 32, 8, 1), Config(32, 32, 8, 1)), (Config(32, 32, 8, 1), Config(32, 32, 8, 1))),
-        (64, 8, (Config(32, 32, 4, 1), Config(32, 32, 4, 1)), (Config(32, 32, 4, 1), Config(32, 32, 4, 1))),
-        (256, 8, (Config(16, 16, 4, 1), Config(16, 16, 4, 1)), (Config(16, 16, 4, 1), Config(16, 16, 4, 1))),
+        _row(64, 2, plain=((64, 128, 8, 2), (64, 64, 8, 2)), shaped=((32, 64, 4, 2), (64, 32, 8, 2))),
+        _row(128, 2, plain=((64, 64, 8, 2), (64, 64, 8, 2)), shaped=((32, 64, 8, 2), (64, 64, 8, 1))),
+        _row(256, 2, plain=((32, 32, 8, 1), (32, 32, 8, 1))),
+        _row(512, 2, plain=((16, 16, 8, 1), (16, 16, 8, 1))),
+        _row(64, 8, plain=((32, 32, 4, 1), (32, 32, 4, 1))),
+        _row(256, 8, plain=((16, 16, 4, 1), (16, 16, 4, 1))),
+        _row(512, 8, plain=((16, 16, 8, 1), (16, 16, 8, 1))),
     ),
     # Not measured: as above, within the 99 KB of sm_86 and the 64 KB of gfx942.
     "small": (
-        (64, 2, (Config(64, 64, 8, 1), Config(64, 64, 8, 1)), (Config(32, 64, 4, 1), Config(64, 32, 8, 1))),
-        (128, 2, (Config(32, 64, 8, 1), Config(64, 32, 8, 1)), (Config(32, 64, 8, 1), Config(64, 32, 8, 1))),
-        (256, 2, (Config(32, 32, 8, 1), Config(32, 32, 8, 1)), (Config(32, 32, 8, 1), Config(32, 32, 8, 1))),
-        (64, 8, (Config(32, 32, 4, 1), Config(32, 32, 4, 1)), (Config(32, 32, 4, 1), Config(32, 32, 4, 1))),
-        (256, 8, (Config(16, 16, 4, 1), Config(16, 16, 4, 1)), (Config(16, 16, 4, 1), Config(16, 16, 4, 1))),
+        _row(64, 2, plain=((64, 64, 8, 1), (64, 64, 8, 1)), shaped=((32, 64, 4, 1), (64, 32, 8, 1))),
+        _row(128, 2, plain=((32, 64, 8, 1), (64, 32, 8, 1))),
+        _row(256, 2, plain=((32, 32, 8, 1), (32, 32, 8, 1))),
+        _row(512, 2, plain=((16, 16, 8, 1), (16, 16, 8, 1))),
+        _row(64, 8, plain=((32, 32, 4, 1), (32, 32, 4, 1))),
+        _row(256, 8, plain=((16, 16, 4, 1), (16, 16, 4, 1))),
+        _row(512, 8, plain=((16, 16, 8, 1), (16, 16, 8, 1))),
     ),
-}
+}  # fmt: skip
 
 
-def configure(head_dim: int, itemsize: int, masked: bool, target: Target) -> tuple[Config, Config]:
-    """Configs of the grad_k and grad_v kernel and of the grad_q kernel."""
-    dp = next_power_of_2(head_dim)
+def configure(head_dim: int, itemsize: int, level: str, target: Target) -> Pair:
+    """Configs of the grad_k and grad_v kernel and of the grad_q kernel. head_dim: the larger of q's and v's; level: of LEVELS."""
     rows = TABLE[shared.kind_of(target)]
-    return next((with_mask if masked else plain) for d, size, plain, with_mask in rows if dp <= d and itemsize <= size)
+    return next(pairs[level] for d, size, pairs in rows if head_dim <= d and itemsize <= size)
 
 
-CONFIGS = tuple(dict.fromkeys(pair for rows in TABLE.values() for row in rows for pair in row[2:]))
+def level_of(args: Args) -> str:
+    """shaped: one option that changes logits; tiled: it is a number for every query and key; costly: several, or dropout."""
+    shaping = [args[n] for n in ("mask", "bias", "alibi_slopes") if args[n] is not None]
+    n = len(shaping) + (args["softcap"] > 0) + (args["block_map"] is not None)
+    if args["dropout_p"] > 0 or n > 1:
+        return "costly"
+    if not shaping and not args["softcap"]:
+        return "segments" if shared.given(args, "cu_seqlens_q", "block_map") else "plain"
+    return "tiled" if any(t.dim() == 4 and t.shape[2] > 1 for t in shaping) else "shaped"
 
 
-def reference(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor,
-    causal: bool, scale: float, need_q: bool, need_k: bool, need_v: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    acc, kv_heads = accumulate_dtype(q.dtype), k.shape[2]
-    logits, hidden = shared.reference_logits(q, k, mask, causal, scale)
-    by_group = "batch seq (kv_heads group) head_dim -> batch kv_heads group seq head_dim"
-    by_key = "batch context kv_heads head_dim -> batch kv_heads 1 context head_dim"
-    rows, grad = (rearrange(t.to(acc), by_group, kv_heads=kv_heads) for t in (q, grad_out))
-    keys, values = (rearrange(t.to(acc), by_key) for t in (k, v))
-    if hidden is not None:
-        keys, values = torch.where(hidden, 0, keys), torch.where(hidden, 0, values)
-    shift = rearrange(lse.to(acc), "batch (kv_heads group) seq -> batch kv_heads group seq 1", kv_heads=kv_heads)
-    p = torch.exp(logits - shift.masked_fill(shift == float("-inf"), float("inf")))
-    delta = einsum(out.to(acc), grad_out.to(acc), "batch seq heads head_dim, batch seq heads head_dim -> batch heads seq")
-    delta = rearrange(delta, "batch (kv_heads group) seq -> batch kv_heads group seq 1", kv_heads=kv_heads)
-    ds = p * (torch.matmul(grad, values.transpose(-1, -2)) - delta) * scale
-    back = "batch kv_heads group seq head_dim -> batch seq (kv_heads group) head_dim"
-    to_keys = "batch kv_heads group seq context, batch kv_heads group seq head_dim -> batch context kv_heads head_dim"
-    none = q.new_empty(0)
-    return (
-        rearrange(torch.matmul(ds, keys), back).to(q.dtype).contiguous() if need_q else none,
-        einsum(ds, rows, to_keys).to(k.dtype).contiguous() if need_k else none.clone(),
-        einsum(p, grad, to_keys).to(v.dtype).contiguous() if need_v else none.clone(),
-    )
+def _configs(sizes: Sizes, args: Args) -> Pair:
+    target = target_of(args["q"].device)
+    return configure(max(sizes["head_dim"], sizes["v_dim"]), args["q"].element_size(), level_of(args), target)
 
 
-@triton.jit
-def _delta_kernel(
-    out, grad_out, lse, delta, shift, SEQ, HEADS, BATCH_HEADS,
-    stride_ob, stride_os, stride_oh, stride_gb, stride_gs, stride_gh,
-    ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    pid = tl.program_id(0)
-    bh = pid % BATCH_HEADS
-    row = (pid // BATCH_HEADS) * ROWS
-    o = load_rows(out, bh // HEADS, bh % HEADS, row, SEQ, stride_ob, stride_os, stride_oh, ROWS, D, DP, False, True)
-    g = load_rows(grad_out, bh // HEADS, bh % HEADS, row, SEQ, stride_gb, stride_gs, stride_gh, ROWS, D, DP, False, True)
-    rows = row + tl.arange(0, ROWS)
-    at = bh.to(tl.int64) * SEQ + rows
-    tl.store(delta + at, tl.sum(o.to(ACC) * g.to(ACC), 1), rows < SEQ)
-    s = tl.load(lse + at, rows < SEQ, other=0.0)
-    # exp2(logits - inf) is 0: what rows that attended nothing need.
-    tl.store(shift + at, tl.where(s == float("-inf"), float("inf"), s * 1.4426950408889634), rows < SEQ)
+CONFIGS = tuple(dict.fromkeys(pair for rows in TABLE.values() for row in rows for pair in row[2].values()))
 
 
-@triton.jit
-def _kv_kernel(
-    q, k, v, mask, grad_out, delta, shift, grad_k, grad_v, scale, SEQ, CONTEXT, KV_HEADS, GROUP, BATCH_KV,
-    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_gb, stride_gs, stride_gh, stride_mb, stride_mh, stride_ms, stride_mk,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, NS: tl.constexpr, CAUSAL: tl.constexpr,
-    MASK: tl.constexpr, PER_ROW: tl.constexpr, TMA: tl.constexpr, NEED_K: tl.constexpr, NEED_V: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr, EXACT_SCALE: tl.constexpr,
-):  # fmt: skip
-    pid = tl.program_id(0)
-    n = pid // BATCH_KV  # longest first when causal
-    b = pid % BATCH_KV // KV_HEADS
-    kvh = pid % KV_HEADS
-    if EXACT_SCALE is not None:
-        scale = tl.full([], EXACT_SCALE, ACC)
-    scale_log2 = scale * 1.4426950408889634
-    cols = n * BN + tl.arange(0, BN)
-    kt = load_rows(k, b, kvh, n * BN, CONTEXT, stride_kb, stride_ks, stride_kh, BN, D, DP, TMA, True)
-    vt = load_rows(v, b, kvh, n * BN, CONTEXT, stride_vb, stride_vs, stride_vh, BN, D, DP, TMA, True)
-    dk = tl.zeros([BN, DP], ACC)
-    dv = tl.zeros([BN, DP], ACC)
-    first = 0
-    if CAUSAL:
-        first = tl.maximum(n * BN + SEQ - CONTEXT, 0) // BM
-    per = tl.cdiv(SEQ, BM) - first
-    for i in tl.range(0, GROUP * per, num_stages=NS):  # one loop over the group's heads, so that loads pipeline across them
-        g = i // per
-        row = (first + i - g * per) * BM
-        h = kvh * GROUP + g
-        rows = row + tl.arange(0, BM)
-        at = (b * KV_HEADS * GROUP + h).to(tl.int64) * SEQ + rows
-        qt = load_rows(q, b, h, row, SEQ, stride_qb, stride_qs, stride_qh, BM, D, DP, TMA, True)
-        gt = load_rows(grad_out, b, h, row, SEQ, stride_gb, stride_gs, stride_gh, BM, D, DP, TMA, True)
-        sh = tl.load(shift + at, rows < SEQ, other=float("inf"))
-        de = tl.load(delta + at, rows < SEQ, other=0.0)
-        s = tl.dot(kt, qt.T, input_precision=PRECISION, out_dtype=ACC)
-        s = s * scale_log2
-        if MASK:
-            at_head = mask + (b.to(tl.int64) * stride_mb + h.to(tl.int64) * stride_mh)
-            s = apply_mask(s, at_head, rows[None, :], cols[:, None], SEQ, CONTEXT, stride_ms, stride_mk, MASK, PER_ROW)
-        p = tl.math.exp2(s - sh[None, :])
-        if CAUSAL:
-            p = tl.where((rows + (CONTEXT - SEQ))[None, :] >= cols[:, None], p, 0.0)
-        dv = tl.dot(p.to(gt.dtype), gt, dv, input_precision=PRECISION, out_dtype=ACC)
-        dp = tl.dot(vt, gt.T, input_precision=PRECISION, out_dtype=ACC)
-        ds = p * (dp - de[None, :])
-        if MASK:  # a hidden value may be NaN
-            ds = tl.where(p == 0.0, 0.0, ds)
-        dk = tl.dot(ds.to(qt.dtype), qt, dk, input_precision=PRECISION, out_dtype=ACC)
-    d = tl.arange(0, DP)
-    at = ((b.to(tl.int64) * CONTEXT + cols) * KV_HEADS + kvh)[:, None] * D + d[None, :]
-    ok = (cols < CONTEXT)[:, None] & (d < D)[None, :]
-    if NEED_K:
-        tl.store(grad_k + at, (dk * scale).to(grad_k.dtype.element_ty), ok)
-    if NEED_V:
-        tl.store(grad_v + at, dv.to(grad_v.dtype.element_ty), ok)
+def reference(*values: Any, **named: Any) -> tuple[Tensor, ...]:
+    args = {**dict(zip(NAMES, values)), **named}
+    sizes = SPEC.axes(args)
+    grads = SPEC.empty(args, sizes)
+    _attention_reference.backward("attention_backward", sizes, args, dict(zip(SPEC.writes, grads)))
+    return grads
 
 
-@triton.jit
-def _q_block(
-    qt, gt, sh, de, dq, k, v, mask, b, kvh, n, rows, SEQ, CONTEXT,
-    stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_ms, stride_mk, scale_log2,
-    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, PER_ROW: tl.constexpr,
-    TMA: tl.constexpr, CHECK: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """dq plus the part of key block n. CHECK: the block may reach past the causal or ragged edge."""
-    cols = n * BN + tl.arange(0, BN)
-    kt = load_rows(k, b, kvh, n * BN, CONTEXT, stride_kb, stride_ks, stride_kh, BN, D, DP, TMA, CHECK)
-    vt = load_rows(v, b, kvh, n * BN, CONTEXT, stride_vb, stride_vs, stride_vh, BN, D, DP, TMA, CHECK)
-    if MASK and not PER_ROW:  # hidden keys may hold NaN
-        kt = tl.where(attended(mask, cols, CONTEXT, stride_mk, MASK)[:, None], kt, 0.0)
-    s = tl.dot(qt, kt.T, input_precision=PRECISION, out_dtype=ACC)
-    dp = tl.dot(gt, vt.T, input_precision=PRECISION, out_dtype=ACC)
-    s = s * scale_log2
-    if MASK:
-        s = apply_mask(s, mask, rows[:, None], cols[None, :], SEQ, CONTEXT, stride_ms, stride_mk, MASK, PER_ROW)
-    p = tl.math.exp2(s - sh[:, None])
-    if CHECK:
-        if CAUSAL:
-            p = tl.where((rows + (CONTEXT - SEQ))[:, None] >= cols[None, :], p, 0.0)
-        else:
-            p = tl.where((cols < CONTEXT)[None, :], p, 0.0)
-    ds = p * (dp - de[:, None])
-    if MASK:
-        ds = tl.where(p == 0.0, 0.0, ds)
-    return tl.dot(ds.to(kt.dtype), kt, dq, input_precision=PRECISION, out_dtype=ACC)
-
-
-@triton.jit
-def _q_kernel(
-    q, k, v, mask, grad_out, delta, shift, grad_q, scale, SEQ, CONTEXT, HEADS, GROUP, BATCH_HEADS,
-    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_gb, stride_gs, stride_gh, stride_mb, stride_mh, stride_ms, stride_mk,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, NS: tl.constexpr, CAUSAL: tl.constexpr,
-    MASK: tl.constexpr, PER_ROW: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-    EXACT_SCALE: tl.constexpr,
-):  # fmt: skip
-    pid = tl.program_id(0)
-    bh = pid % BATCH_HEADS
-    tile = pid // BATCH_HEADS
-    end = tl.cdiv(CONTEXT, BN)
-    full = CONTEXT // BN
-    if CAUSAL:
-        tile = tl.cdiv(SEQ, BM) - 1 - tile  # longest first
-        first = tile * BM + CONTEXT - SEQ
-        end = tl.maximum(tl.minimum(end, tl.cdiv(first + BM, BN)), 0)
-        full = tl.minimum(full, tl.maximum(first + 1, 0) // BN)
-    if EXACT_SCALE is not None:
-        scale = tl.full([], EXACT_SCALE, ACC)
-    scale_log2 = scale * 1.4426950408889634
-    b = bh // HEADS
-    h = bh % HEADS
-    kvh = h // GROUP
-    if MASK:
-        mask += b.to(tl.int64) * stride_mb + h.to(tl.int64) * stride_mh
-    rows = tile * BM + tl.arange(0, BM)
-    at = bh.to(tl.int64) * SEQ + rows
-    qt = load_rows(q, b, h, tile * BM, SEQ, stride_qb, stride_qs, stride_qh, BM, D, DP, TMA, True)
-    gt = load_rows(grad_out, b, h, tile * BM, SEQ, stride_gb, stride_gs, stride_gh, BM, D, DP, TMA, True)
-    sh = tl.load(shift + at, rows < SEQ, other=float("inf"))
-    de = tl.load(delta + at, rows < SEQ, other=0.0)
-    dq = tl.zeros([BM, DP], ACC)
-    for n in tl.range(0, full, num_stages=NS):
-        dq = _q_block(qt, gt, sh, de, dq, k, v, mask, b, kvh, n, rows, SEQ, CONTEXT,
-                      stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_ms, stride_mk, scale_log2,
-                      D, DP, BN, CAUSAL, MASK, PER_ROW, TMA, False, ACC, PRECISION)  # fmt: skip
-    for n in tl.range(full, end, num_stages=1):
-        dq = _q_block(qt, gt, sh, de, dq, k, v, mask, b, kvh, n, rows, SEQ, CONTEXT,
-                      stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_ms, stride_mk, scale_log2,
-                      D, DP, BN, CAUSAL, MASK, PER_ROW, TMA, True, ACC, PRECISION)  # fmt: skip
-    d = tl.arange(0, DP)
-    at = ((b.to(tl.int64) * SEQ + rows) * HEADS + h)[:, None] * D + d[None, :]
-    tl.store(grad_q + at, (dq * scale).to(grad_q.dtype.element_ty), (rows < SEQ)[:, None] & (d < D)[None, :])
+def _operands(tensors: list[Tensor], config: Config, d: dict[str, int], tma: bool) -> list[Any]:
+    """q, its second columns, k, likewise, v and grad_out as the kernels take them."""
+    q, k, v, grad_out = tensors
+    m, n = config.block_m, config.block_n
+    boxes = (q, m, "DP"), (q, m, "D2"), (k, n, "DP"), (k, n, "D2"), (v, n, "DVP"), (grad_out, m, "DVP")
+    return [
+        None if not d[name] else descriptor(shared.by_head(t), [1, 1, rows, d[name]]) if tma else t for t, rows, name in boxes
+    ]
 
 
 def launch(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor,
-    causal: bool, scale: float, need_q: bool, need_k: bool, need_v: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    args = {"q": q, "k": k, "v": v, "mask": mask, "grad_out": grad_out, "out": out, "lse": lse, "causal": causal,
-            "scale": scale, "need_q": need_q, "need_k": need_k, "need_v": need_v}  # fmt: skip
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, sinks: Tensor | None,
+    alibi_slopes: Tensor | None, block_map: Tensor | None, prefix_lens: Tensor | None, cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None, seqused_k: Tensor | None, seed: Tensor | None, out: Tensor, lse: Tensor,
+    left: int, right: int, softcap: float, scale: float, dropout_p: float,
+    need_q: bool, need_k: bool, need_v: bool, need_bias: bool, need_sinks: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    args: dict[str, Any] = dict(locals())
     sizes = SPEC.axes(args)
-    grad_q, grad_k, grad_v = SPEC.empty(args, sizes)
-    batch, seq, heads, context, kv_heads, head_dim = (
-        sizes[axis] for axis in ("batch", "seq", "heads", "context", "kv_heads", "head_dim")
-    )
-    if q.numel() == 0 or context == 0:
-        return grad_q.zero_(), grad_k.zero_(), grad_v.zero_()
-    if not (need_q or need_k or need_v):
-        return grad_q, grad_k, grad_v
-    delta, shift = SPEC.empty_scratch(args, sizes)
-    q, k, v, grad_out, out = shared.dense_rows(q, k, v, grad_out, out)
-    lse = lse.contiguous()
+    grads = SPEC.empty(args, sizes)
+    if q.numel() == 0 or k.numel() == 0:
+        return tuple(t.zero_() for t in grads)
+    if not _ANY(args):
+        return grads
+    grad_q, grad_k, grad_v, grad_bias, grad_sinks = grads
+    delta, shift, k_schedule, q_schedule = SPEC.empty_scratch(args, sizes)
+    batch, seq, heads, kv_heads, context = (sizes[axis] for axis in ("batch", "seq", "heads", "kv_heads", "k_len"))
+    *tensors, out = shared.dense_rows(q, k, v, grad_out, out)
     target = target_of(q.device)
-    tma = shared.uses_tma(target, q, k, v, grad_out)
-    kv_config, q_config = configure(head_dim, q.element_size(), mask is not None, target)
-    dp = next_power_of_2(head_dim)
-    mask_arg, mask_strides, mask_constexprs = shared.mask_facts(mask)
-    strides = tuple(stride for t in (q, k, v, grad_out) for stride in shared.row_strides(t, tma)) + mask_strides
-    shapes = {"D": head_dim, "DP": dp}
-    numerics = shared.numerics(scale, q.dtype, target)
+    tma = shared.uses_tma(target, *tensors)
+    configs = dict(zip(("kv", "q"), _configs(sizes, args)))
+    d = shared.dims(sizes["head_dim"], sizes["v_dim"])
+    numerics = shared.numerics(args, target)
+    strides = [stride for t in tensors for stride in shared.row_strides(t, tma)]
+    packed = cu_seqlens_q is not None
 
-    def operands(config: Config) -> list[object]:
-        rows = ((q, config.block_m), (k, config.block_n), (v, config.block_n), (grad_out, config.block_m))
-        *qkv, grad = [descriptor(shared.by_head(t), [1, 1, n, dp]) if tma else t for t, n in rows]
-        return [*qkv, mask_arg, grad, delta, shift]
-
-    def constexprs(config: Config, **more: bool) -> dict[str, object]:
-        return {**shapes, "BM": config.block_m, "BN": config.block_n, "NS": config.num_stages, "CAUSAL": causal,
-                **mask_constexprs, "TMA": tma, **more, **numerics,
-                "num_warps": config.num_warps, "num_stages": config.num_stages}  # fmt: skip
+    def go(kernel: Any, which: str, results: tuple[Tensor, ...], schedule: Tensor | None, grid: int, counts: tuple[int, ...],
+           **more: bool) -> None:  # fmt: skip
+        config, facts = configs[which], shared.launch_facts(args, by_key=which == "kv")
+        mask_, bias_, _, slopes, numbers, lists, prefix, used, _, _, _, _, seed_ = facts.tensors
+        _launch(
+            kernel, (grid,),
+            (*_operands(tensors, config, d, tma), delta, shift, *results, mask_, bias_, slopes, numbers, lists, prefix, used,
+             seed_, schedule, *facts.numbers, seq, context, *counts, *strides, *facts.strides[:12]),
+            {**d, "BM": config.block_m, "BN": config.block_n, "NS": config.num_stages, "RIGHT": facts.constexprs["RIGHT"],
+             "TMA": tma, **more, **numerics, "num_warps": config.num_warps, "num_stages": config.num_stages},
+        )  # fmt: skip
 
     with on_device(q):
         _launch(
             _delta_kernel, (cdiv(seq, DELTA_ROWS) * batch * heads,),
-            (out, grad_out, lse, delta, shift, seq, heads, batch * heads, *out.stride()[:3], *grad_out.stride()[:3]),
-            {"ROWS": DELTA_ROWS, **shapes, "ACC": numerics["ACC"], "num_warps": 4},
+            (out, tensors[3], lse.contiguous(), delta, shift, seq, heads, batch * heads,
+             *out.stride()[:3], *tensors[3].stride()[:3]),
+            {"ROWS": DELTA_ROWS, "D": d["DV"], "DP": d["DVP"], "ACC": numerics["ACC"], "num_warps": 4},
         )  # fmt: skip
         if need_k or need_v:
-            _launch(
-                _kv_kernel, (cdiv(context, kv_config.block_n) * batch * kv_heads,),
-                (*operands(kv_config), grad_k, grad_v, scale, seq, context, kv_heads, sizes["group"], batch * kv_heads, *strides),
-                constexprs(kv_config, NEED_K=need_k, NEED_V=need_v),
-            )  # fmt: skip
+            if packed:
+                tiles.schedule(cu_seqlens_k, cu_seqlens_q, None, context, seq, configs["kv"].block_n, k_schedule)
+            slots = k_schedule.shape[0] if packed else cdiv(context, configs["kv"].block_n)
+            go(_kv_kernel, "kv", (grad_k, grad_v), k_schedule if packed else None, slots * batch * kv_heads,
+               (kv_heads, sizes["group"], batch * kv_heads, shared.section(sizes, args, target, by_key=True)),
+               NEED_K=need_k, NEED_V=need_v)  # fmt: skip
         if need_q:
-            _launch(
-                _q_kernel, (cdiv(seq, q_config.block_m) * batch * heads,),
-                (*operands(q_config), grad_q, scale, seq, context, heads, sizes["group"], batch * heads, *strides),
-                constexprs(q_config),
-            )  # fmt: skip
-    return grad_q, grad_k, grad_v
+            if packed:
+                tiles.schedule(cu_seqlens_q, cu_seqlens_k, None, seq, context, configs["q"].block_m, q_schedule)
+            slots = q_schedule.shape[0] if packed else cdiv(seq, configs["q"].block_m)
+            go(_q_kernel, "q", (grad_q,), q_schedule if packed else None, slots * batch * heads,
+               (heads, sizes["group"], batch * heads, shared.section(sizes, args, target)))  # fmt: skip
+        if need_bias:
+            launch_bias(args, sizes, _operands(tensors, configs["q"], d, tma), delta, shift, grad_bias, strides, configs["q"],
+                        {**d, "TMA": tma, **numerics})  # fmt: skip
+        if need_sinks:
+            launch_sinks(sinks, delta, shift, grad_sinks, numerics["ACC"])
+    return grads
 
 
 BACKWARD = Op(SPEC, launch, reference)
