@@ -215,7 +215,7 @@ def _call(
             raise ValueError(f"{name}: {arg}={most}, expected " + ("at least 0" if packed else "None where cu_seqlens_q is"))
     if packed and _values_are_checked(q):
         _check_longest(name, args, max_seqlen_q, max_seqlen_k)
-    one_each = packed and paged and max_seqlen_q == 1 and tokens == block_table.shape[0]
+    one_each = packed and block_table is not None and max_seqlen_q == 1 and tokens == block_table.shape[0]
     most = tokens if max_seqlen_q is None else max_seqlen_q
     return _Call(args, training, packed, one_each, most)
 
@@ -310,6 +310,7 @@ def _signed_probabilities(call: _Call, lse: Tensor, shape: tuple[int, int] | Non
         found = plain.logits(part, args)
         total = lse[part.batch, :, part.rows].unflatten(1, (sizes["kv_heads"], -1))[..., None].to(found.x.dtype)
         p = torch.exp(found.x - total.masked_fill(total == float("-inf"), 0))
+        assert found.keep is not None
         p = torch.where(found.keep, p, -p).flatten(1, 2)
         at = slice(part.number, part.number + 1) if call.packed else part.batch
         signed[at, :, : p.shape[2], : p.shape[3]] = p.to(signed.dtype)
