@@ -159,3 +159,26 @@ def test_memory_grows_with_the_length_alone(more):
     peak(1024, **more)
     small, large = peak(8192, **more), peak(32768, **more)
     assert large < 4.2 * small and small < 8192 * 8192
+
+
+def test_packed_tokens_beyond_32_bits():
+    """The last sequences of so many tokens that 32 bits cannot address them, against the same sequences alone."""
+    length, heads, head_dim = 64, 8, 128
+    sequences = 2**31 // (length * heads * head_dim) + 8
+    if torch.cuda.mem_get_info()[0] < 40e9:
+        pytest.skip("needs 40 GB of free GPU memory")
+    g = torch.Generator("cuda").manual_seed(0)
+    shape = (sequences * length, heads, head_dim)
+    q, grad = (torch.randn(*shape, generator=g, device="cuda", dtype=BF16) for _ in range(2))
+    k, v = (torch.randn(shape[0], 1, head_dim, generator=g, device="cuda", dtype=BF16) for _ in range(2))
+    assert q.numel() > 2**31
+
+    def run(n: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        *leaves, grad_out = (t.detach().requires_grad_() for t in tensors)
+        cu = torch.arange(0, (n + 1) * length, length, device="cuda", dtype=torch.int32)
+        out = fusedblock.attention(*leaves, causal=True, cu_seqlens_q=cu, cu_seqlens_k=cu)
+        return out.detach(), *torch.autograd.grad(out, leaves, grad_out.detach())
+
+    whole = run(sequences, q, k, v, grad)
+    part = run(2, *(t[-2 * length :].clone() for t in (q, k, v, grad)))
+    assert all(torch.equal(a[-2 * length :], b) for a, b in zip(whole, part))
