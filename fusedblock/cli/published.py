@@ -17,6 +17,12 @@ def _rope(theta: float, **more: Any) -> Fields:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": theta, **more}}
 
 
+def _ropes(full: Fields, sliding: Fields) -> Fields:
+    """By layer type."""
+    return {"rope_parameters": {f"{kind}_attention": fields["rope_parameters"] for kind, fields in
+                                (("full", full), ("sliding", sliding))}}  # fmt: skip
+
+
 def _llama3(factor: float) -> Fields:
     rope = _rope(500000.0, rope_type="llama3", factor=factor, low_freq_factor=1.0, high_freq_factor=4.0,
                  original_max_position_embeddings=8192)  # fmt: skip
@@ -41,6 +47,12 @@ PRESETS: dict[str, Fields] = {
                      rms_norm_eps=1e-6, **_rope(1000000.0)),
     "gemma-7b": dict(_sizes(256000, 3072, 24576, 28, 16, 16), model_type="gemma", head_dim=256, max_position_embeddings=8192,
                      rms_norm_eps=1e-6, hidden_act="gelu_pytorch_tanh", **_rope(10000.0)),
+    "gemma-2-9b": dict(_sizes(256000, 3584, 14336, 42, 16, 8), model_type="gemma2", head_dim=256, max_position_embeddings=8192,
+                       rms_norm_eps=1e-6, sliding_window=4096, query_pre_attn_scalar=256, attn_logit_softcapping=50.0,
+                       **_rope(10000.0)),
+    "gemma-3-1b": dict(_sizes(262144, 1152, 6912, 26, 4, 1), model_type="gemma3_text", head_dim=256,
+                       max_position_embeddings=32768, rms_norm_eps=1e-6, sliding_window=512, query_pre_attn_scalar=256,
+                       **_ropes(_rope(1000000.0), _rope(10000.0))),
     "phi-3-mini": dict(_sizes(32064, 3072, 8192, 32, 32, 32), model_type="phi3", max_position_embeddings=4096,
                        rms_norm_eps=1e-5, sliding_window=2047, **_rope(10000.0)),
     "gpt2": dict(model_type="gpt2", vocab_size=50257, n_embd=768, n_layer=12, n_head=12, n_positions=1024),
@@ -51,8 +63,14 @@ PRESETS: dict[str, Fields] = {
                           bos_token_id=0, eos_token_id=0, **_rope(1000000.0)),
     "olmo-2-7b": dict(_sizes(100352, 4096, 11008, 32, 32, 32), model_type="olmo2", max_position_embeddings=4096,
                       rms_norm_eps=1e-6, **_rope(500000.0)),
+    "olmo-3-7b": dict(_sizes(100278, 4096, 11008, 32, 32, 32), model_type="olmo3", max_position_embeddings=65536,
+                      rms_norm_eps=1e-6, sliding_window=4096, eos_token_id=100257, pad_token_id=100277,
+                      **_ropes(_rope(500000.0, rope_type="yarn", factor=8.0, original_max_position_embeddings=8192),
+                               _rope(500000.0))),
     "command-r-35b": dict(_sizes(256000, 8192, 22528, 40, 64, 64), model_type="cohere", max_position_embeddings=131072,
                           layer_norm_eps=1e-5, logit_scale=0.0625, use_qk_norm=False, **_rope(8000000.0)),
+    "command-r7b": dict(_sizes(256000, 4096, 14336, 32, 32, 8), model_type="cohere2", max_position_embeddings=8192,
+                        layer_norm_eps=1e-5, logit_scale=0.25, sliding_window=4096, **_rope(50000.0)),
     "granite-3.0-8b": dict(_sizes(49155, 4096, 12800, 40, 32, 8), model_type="granite", max_position_embeddings=4096,
                            rms_norm_eps=1e-5, attention_multiplier=0.0078125, embedding_multiplier=12.0, logits_scaling=16.0,
                            residual_multiplier=0.22, tie_word_embeddings=True, **_rope(10000.0)),
@@ -66,6 +84,8 @@ PRESETS: dict[str, Fields] = {
     "roberta-base": dict(_sizes(50265, 768, 3072, 12, 12), model_type="roberta", architectures=["RobertaModel"],
                          max_position_embeddings=514, type_vocab_size=1, layer_norm_eps=1e-5),
     "minilm-l6": dict(_sizes(30522, 384, 1536, 6, 12), model_type="bert", architectures=["BertModel"]),
+    "modernbert-base": dict(_sizes(50368, 768, 1152, 22, 12), model_type="modernbert", architectures=["ModernBertModel"],
+                            max_position_embeddings=8192, local_attention=128),
     "vit-base": dict(model_type="vit", architectures=["ViTModel"], hidden_size=768, intermediate_size=3072,
                      num_hidden_layers=12, num_attention_heads=12, image_size=224, patch_size=16),
 }  # fmt: skip

@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 
 import fusedblock
 from fusedblock.models import FusionReport
+from fusedblock.models.swap import decoder_layers
 
 from .checkpoints import quiet_transformers
 from .compare import (
@@ -59,6 +60,9 @@ def run(console: Console, folder: Path, *, dtype: torch.dtype = torch.float32, t
     steps.step(f"Load {folder} twice: by fusedblock in {name_of(dtype)}, by transformers in {name_of(higher)} as the reference")
     model = load_ours(folder, dtype, device)
     reference = load_plain(folder, higher, device)
+    for made in (model, reference):
+        if any(layer.spec and layer.spec.softcap for layer in decoder_layers(made)):
+            made.set_attn_implementation("eager")  # transformers' default, sdpa, has no softcap
     generates = model.can_generate()
     asked, inputs = _inputs(folder, model)
 
