@@ -279,14 +279,14 @@ def launch(
             {"ROWS": DELTA_ROWS, "D": d["DV"], "DP": d["DVP"], "ACC": numerics["ACC"], "num_warps": 4},
         )  # fmt: skip
         if need_k or need_v:
-            if packed:
+            if cu_seqlens_q is not None and cu_seqlens_k is not None:
                 tiles.schedule(cu_seqlens_k, cu_seqlens_q, None, context, seq, configs["kv"].block_n, k_schedule)
             slots = k_schedule.shape[0] if packed else cdiv(context, configs["kv"].block_n)
             go(_kv_kernel, "kv", (grad_k, grad_v), k_schedule if packed else None, slots * batch * kv_heads,
                (kv_heads, sizes["group"], batch * kv_heads, shared.section(sizes, args, target, by_key=True)),
                NEED_K=need_k, NEED_V=need_v)  # fmt: skip
         if need_q:
-            if packed:
+            if cu_seqlens_q is not None and cu_seqlens_k is not None:
                 tiles.schedule(cu_seqlens_q, cu_seqlens_k, None, seq, context, configs["q"].block_m, q_schedule)
             slots = q_schedule.shape[0] if packed else cdiv(seq, configs["q"].block_m)
             go(_q_kernel, "q", (grad_q,), q_schedule if packed else None, slots * batch * heads,
@@ -294,7 +294,7 @@ def launch(
         if need_bias:
             launch_bias(args, sizes, _operands(tensors, configs["q"], d, tma), delta, shift, grad_bias, strides, configs["q"],
                         {**d, "TMA": tma, **numerics})  # fmt: skip
-        if need_sinks:
+        if need_sinks and sinks is not None:
             launch_sinks(sinks, delta, shift, grad_sinks, numerics["ACC"])
     return grads
 

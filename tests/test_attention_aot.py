@@ -119,7 +119,8 @@ def test_unaligned_rows_take_the_pointer_path(target: str):
 def test_every_shape_has_a_config(target, head_dim: int, itemsize: int):
     for masked in (False, True):
         assert attention.configure(head_dim, itemsize, masked, target) in attention.CONFIGS
-        assert attention_backward.configure(head_dim, itemsize, masked, target) in attention_backward.CONFIGS
+    for level in attention_backward.LEVELS:
+        assert attention_backward.configure(head_dim, itemsize, level, target) in attention_backward.CONFIGS
 
 
 if __name__ == "__main__":
