@@ -129,6 +129,15 @@ def test_sdpa_without_softcap_is_not_taken_for_gemma2() -> None:
     assert "sdpa attention has no softcap (2); use attn_implementation='eager' or 'fusedblock'" in report.fallbacks
 
 
+def test_explain_names_windows_and_softcap() -> None:
+    for name, said in (("gemma2", "softcap 2, keys up to 5 before: the rest is not read"),
+                       ("modernbert", "keys up to 3 before and 3 after: the rest is not read")):  # fmt: skip
+        model = families.build(name)
+        fusedblock.fuse(model)
+        shown = str(fusedblock.explain(model, context=64, phase="prefill"))
+        assert shown.count(said) == 1 and shown.count("keys up to") == 1  # the other layer sees all
+
+
 def test_the_worked_example_of_contributing_adds_a_family(monkeypatch: pytest.MonkeyPatch) -> None:
     text = (Path(__file__).resolve().parent.parent / "CONTRIBUTING.md").read_text()
     patterns = (r"^_decoder\((?:.|\n)*?^\),$", r"^\"seed_oss\": .*$")

@@ -288,11 +288,12 @@ def test_compiled_decoding_with_a_static_cache_is_one_graph(fuse: bool) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def test_continuous_batching() -> None:
+@pytest.mark.parametrize("name", ("llama", "gemma3_text"))
+def test_continuous_batching(name: str) -> None:
     """Later transformers refuse other attention than their own there, by name."""
     prompts = [[5, 6, 7, 8, 9], [10, 11, 12], [20, 21, 22, 23, 24, 25, 26]]
-    model = tiny()
-    generation = transformers.GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=EOS, pad_token_id=PAD)
+    model = families.build(name)
+    generation = transformers.GenerationConfig(max_new_tokens=9, do_sample=False, eos_token_id=EOS, pad_token_id=PAD)
     want = [model.generate(torch.tensor([p]), generation_config=generation)[0, len(p) :].tolist() for p in prompts]
     for fuse in (False, True):
         if fuse:

@@ -103,7 +103,8 @@ def prepare(
     if implementation == "sdpa" and binding.spec.softcap:
         return f"sdpa attention has no softcap ({binding.spec.softcap:g}); use attn_implementation='eager' or '{OURS}'"
     seq = x.shape[1]
-    causal, bounds, keep = False, (None, None), None
+    causal, keep = False, None
+    bounds: tuple[Tensor | None, Tensor | None] = (None, None)
     if ours:
         bounds, mask, reason = _ours(x, mask, arguments)
         if reason:

@@ -238,14 +238,15 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, bounds: tuple[Any, ...], 
     from ..attention_functions import attention  # on first use: it brings the kernels
 
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    if bounds[0] is None:
-        return attention(q, k, v, **options)
-    cu_q, cu_k, max_q, max_k = bounds
-    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    given = dict(zip(names, (cu_q, cu_q if cu_k is None else cu_k, max_q, max_q if max_k is None else max_k)))
-    batch, seq = q.shape[:2]
-    out = attention(*(t.flatten(0, 1) for t in (q, k, v)), **given, **options)
-    return out.unflatten(0, (batch, seq))
+    shape = q.shape[:2]
+    if bounds[0] is not None:
+        cu_q, cu_k, max_q, max_k = bounds
+        options |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_q if cu_k is None else cu_k, "max_seqlen_q": max_q,
+                    "max_seqlen_k": max_q if max_k is None else max_k}  # fmt: skip
+        q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+    out = attention(q, k, v, **options)
+    assert isinstance(out, Tensor)
+    return out if bounds[0] is None else out.unflatten(0, shape)
 
 
 def paged_attention_forward(
