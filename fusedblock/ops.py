@@ -36,13 +36,15 @@ from fusedblock.kernels._math import plain_activate
 from fusedblock.kernels._replay import Fixed, replayed
 from fusedblock.kernels._spec import Cost, Op, ShapeError
 from fusedblock.kernels._target import Target, override, target_of
+from fusedblock.kernels.decode_attention import Problem as DecodeProblem
+from fusedblock.kernels.decode_attention import launches as decode_launches
 from fusedblock.kernels.static_cache import fits as fits_slots
 from fusedblock.kernels.static_cache import store as store_slots
 from fusedblock.options import current, under
 
 __all__ = [
-    "COSTS", "OPS", "Choice", "Composite", "Fixed", "ShapeError", "Target", "attention_args", "call_attention", "choose",
-    "batch_invariant", "define", "define_composite", "direct", "dispatched", "empty", "fits_slots",
+    "COSTS", "OPS", "Choice", "Composite", "DecodeProblem", "Fixed", "ShapeError", "Target", "attention_args", "call_attention",
+    "choose", "batch_invariant", "decode_launches", "define", "define_composite", "direct", "dispatched", "empty", "fits_slots",
     "gated_mlp", "layer_norm", "linear", "normalise_mask", "plain_activate", "plain_mlp", "refuse_gradients", "qkv_rope",
     "rms_norm", "rope", "store_slots", "target_of", "wants_grad",
 ]  # fmt: skip

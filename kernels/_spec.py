@@ -130,7 +130,8 @@ class Spec:
             if first is None:
                 first = arg, t
                 if t.dtype not in self.dtypes:
-                    raise ValueError(f"{self.name}: {arg} has dtype {t.dtype}, expected one of {', '.join(map(str, self.dtypes))}")
+                    known = ", ".join(map(str, self.dtypes))
+                    raise ValueError(f"{self.name}: {arg} has dtype {t.dtype}, expected one of {known}")
             if t.device != first[1].device:
                 raise ValueError(f"{self.name}: {arg} is on {t.device}, but {first[0]} is on {first[1].device}")
             if arg not in self.any_dtype and t.dtype != first[1].dtype:
@@ -145,7 +146,9 @@ class Spec:
             return args[arg]
         if arg in self.reads:
             dtype = args[arg].dtype
-            return accumulate_dtype(dtype) if kind == "accumulate" else torch.bfloat16 if (kind, dtype) == ("result", FP8) else dtype
+            if kind == "accumulate":
+                return accumulate_dtype(dtype)
+            return torch.bfloat16 if kind == "result" and dtype is FP8 else dtype
         return getattr(torch, arg)
 
     def _buffer(self, write: Write, sizes: Sizes, args: Args) -> Tensor:

@@ -1,13 +1,17 @@
 """Attention of a few queries over a long context: split-KV, deterministic, forward only (Flash-Decoding, Dao et al. 2023).
 
-    the keys that a sequence's queries see are cut into `splits` runs; for each run
+    the keys that a sequence's queries see are cut into `splits` runs; for each run, logits in base 2,
 
-        part_lse = log2(sum(exp2(logits))),    part_out = softmax(logits) @ v
+        part_max = max(logits),    part_sum = sum(p),    part_out = p @ v    with p = exp2(logits - part_max)
 
-    then   out = sum_s 2**(part_lse_s - lse2) * part_out_s,   lse2 = log2(sum_s 2**part_lse_s)
+    then, with w_s = exp2(part_max_s - top), top = max_s part_max_s,
+
+        out = sum_s w_s * part_out_s / total,    lse = (top + log2(total)) / log2(e),    total = sum_s w_s * part_sum_s
 
     arguments and results as in attention.py, without block maps, dropout and packed sequences; scratch, fp32:
-    part_out   batch kv_heads splits rows v_dim               part_lse   batch kv_heads splits rows
+    part_out   batch kv_heads splits rows v_dim               part_max, part_sum   batch kv_heads splits rows
+
+A logarithm for a part would round: of logits near -6e4 it is known to 0.4% of the weights.
 
 rows = seq * group: the queries of all heads that share a key/value head form the rows of one tile, so that K and V are read
 once. One run needs no parts and no second launch: the first writes out and lse. A sink is in the first run.
@@ -27,6 +31,7 @@ from torch import Tensor
 
 from . import _attention as shared
 from . import _attention_reference
+from ._attention_choice import DECODE_ROWS
 from ._attention_tiles import shape_logits, visible
 from ._lang import cdiv, next_power_of_2, tl, triton
 from ._launch import contiguous_last, on_device
@@ -34,7 +39,6 @@ from ._launch import launch as _launch
 from ._spec import Args, Op, Sizes, Spec, Stage, Write
 from ._target import Target, target_of
 
-MAX_ROWS = 64  # queries times the heads of a group; beyond, the tiles of attention.py are as full
 MAX_SPLITS = 128
 
 
@@ -70,7 +74,7 @@ class Problem:
     @property
     def block_rows(self) -> int:
         """Of a program. In fp32, products in three parts take registers and shared memory for several times the rows."""
-        most = MAX_ROWS if self.itemsize <= 2 else max(16, 4096 // next_power_of_2(max(self.head_dim, self.v_dim)))
+        most = DECODE_ROWS if self.itemsize <= 2 else max(16, 4096 // next_power_of_2(max(self.head_dim, self.v_dim)))
         return min(max(16, next_power_of_2(self.rows)), most)
 
     @property
@@ -129,6 +133,7 @@ def splits(p: Problem, target: Target) -> int:
 
 
 def launches(p: Problem, target: Target) -> int:
+    """Of a call: a second one joins the parts, where there are several."""
     return 2 if splits(p, target) > 1 else 1
 
 
@@ -159,9 +164,9 @@ def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
     if args["dropout_p"]:
         raise ValueError(f"decode_attention: dropout_p={args['dropout_p']}; only attention drops weights")
     rows = sizes["seq"] * found["group"]
-    if rows > MAX_ROWS:
+    if rows > DECODE_ROWS:
         queries = f"seq={sizes['seq']} queries of {found['group']} heads"
-        raise ValueError(f"decode_attention: {queries} make {rows} rows, at most {MAX_ROWS}")
+        raise ValueError(f"decode_attention: {queries} make {rows} rows, at most {DECODE_ROWS}")
     found = {**found, "rows": rows}
     if any(isinstance(n, torch.SymInt) for n in sizes.values()):
         return found  # a trace for any length: counting the splits would tie it to this one, and no result has them
@@ -205,11 +210,12 @@ SPEC = Spec(
     read_bytes={"k": _key_bytes("k"), "v": _key_bytes("v"), "block_table": _table_bytes},
     scratch={
         "part_out": Write("batch kv_heads splits rows v_dim", "accumulate:q", lambda args: _splits(args) > 1),
-        "part_lse": Write("batch kv_heads splits rows", "accumulate:q", lambda args: _splits(args) > 1),
+        "part_max": Write("batch kv_heads splits rows", "accumulate:q", lambda args: _splits(args) > 1),
+        "part_sum": Write("batch kv_heads splits rows", "accumulate:q", lambda args: _splits(args) > 1),
     },
     stages=(
-        Stage("decode_attention", tuple(shared.READS), ("part_out|out", "part_lse|lse"), _flops),
-        Stage("decode_attention_combine", ("part_out", "part_lse"), ("out", "lse"),
+        Stage("decode_attention", tuple(shared.READS), ("part_out|out", "part_max|lse", "part_sum"), _flops),
+        Stage("decode_attention_combine", ("part_out", "part_max", "part_sum"), ("out", "lse"),
               lambda s, a: 2 * s["batch"] * s["kv_heads"] * s["splits"] * s["rows"] * s["v_dim"]),
     ),
 )  # fmt: skip
@@ -225,10 +231,12 @@ def _load(x, at, ok, D: tl.constexpr, DP: tl.constexpr, COL: tl.constexpr):
     return t
 
 
-@triton.jit(do_not_specialize=["CONTEXT", "left", "right"])
+# What says nothing about the alignment of large loads makes no new variant.
+@triton.jit(do_not_specialize=["CONTEXT", "PAGES", "MAX_PAGES", "left", "right", "stride_mb", "stride_mh", "stride_bb",
+                               "stride_bh"])  # fmt: skip
 def _split_kernel(
-    q, k, v, mask, bias, sinks, slopes, prefix, used, block_table, q_scale, k_scale, v_scale, out, lse, scale, cap, left, right,
-    SEQ, CONTEXT, KV_HEADS, PAGES, MAX_PAGES,
+    q, k, v, mask, bias, sinks, slopes, prefix, used, block_table, q_scale, k_scale, v_scale, out, lse, sums, scale, cap,
+    left, right, SEQ, CONTEXT, KV_HEADS, PAGES, MAX_PAGES,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_mb, stride_mh, stride_ms, stride_mk, stride_bb, stride_bh, stride_bs, stride_bk, stride_ab, stride_qc, stride_kc,
     stride_vc,
@@ -236,7 +244,9 @@ def _split_kernel(
     DV: tl.constexpr, DVP: tl.constexpr, BN: tl.constexpr, NS: tl.constexpr, RIGHT: tl.constexpr, PAGE: tl.constexpr,
     WHOLE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """WHOLE: one split; out and lse are the results, otherwise the parts. TILES: of ROWS rows, that a sequence has."""
+    """WHOLE: one split; out and lse are the results, otherwise parts and their maxima, beside `sums`.
+
+    TILES: of ROWS rows, that a sequence has."""
     bh = tl.program_id(0) // TILES  # the axis without a limit of 65535
     split = tl.program_id(1)
     b = (bh // KV_HEADS).to(tl.int64)
@@ -340,7 +350,7 @@ def _split_kernel(
         if D2:
             kt = _load(k, k_at, inside, D, D2, DP)
             s = tl.dot(qt2, kt.T, s, input_precision=PRECISION, out_dtype=ACC)
-        s, _ = shape_logits(s, row[:, None], col[None, :], geo, terms, scale, True)
+        s, _ = shape_logits(s, row[:, None], col, geo, terms, scale, True)  # col[None, :] would cost registers, and spill
         if PAGE:
             if ALIGNED:
                 s = tl.where(known, s, float("nan"))
@@ -359,22 +369,21 @@ def _split_kernel(
             vt = tl.where((tl.max(s, 0) > float("-inf"))[:, None], vt, 0.0)  # 0 * NaN is NaN
         acc = tl.dot(p.to(vt.dtype), vt, acc * shrink[:, None], input_precision=PRECISION, out_dtype=ACC)
         m = new
-    acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
     if v_scale is not None:
         acc = acc * tl.load(v_scale + b * stride_vc + kvh)
-    total = m + tl.math.log2(l)
     if used is not None:
-        acc = tl.where(broken, float("nan"), acc)
-        total = tl.where(broken, float("nan"), total)
+        l = tl.where(broken, float("nan"), l)
     d = tl.arange(0, DVP)
     if WHOLE:
         heads = KV_HEADS * GROUP
-        tl.store(lse + (b * heads + head) * SEQ + row, total * 0.6931471805599453, live)
+        tl.store(lse + (b * heads + head) * SEQ + row, (m + tl.math.log2(l)) * 0.6931471805599453, live)
+        acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
         at = ((b * SEQ + row) * heads + head) * DV
         tl.store(out + at[:, None] + d[None, :], acc.to(out.dtype.element_ty), live[:, None] & (d < DV)[None, :])
     else:
         at = (bh.to(tl.int64) * tl.num_programs(1) + split) * (SEQ * GROUP) + r
-        tl.store(lse + at, total, live)
+        tl.store(lse + at, m, live)
+        tl.store(sums + at, l, live)
         if used is not None:
             live = live & ((begin < high) | (split == 0))  # the other parts of no keys are not read
         tl.store(out + at[:, None] * DV + d[None, :], acc, live[:, None] & (d < DV)[None, :])
@@ -382,7 +391,7 @@ def _split_kernel(
 
 @triton.jit(do_not_specialize=["SPLITS"])
 def _combine_kernel(
-    part_out, part_lse, out, lse, SEQ, SPLITS, KV_HEADS, GROUP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    part_out, part_max, part_sum, out, lse, SEQ, SPLITS, KV_HEADS, GROUP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     MOST: tl.constexpr, BLOCK: tl.constexpr, SOME: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """SOME: parts may have no keys, and then no values."""
@@ -390,21 +399,21 @@ def _combine_kernel(
     r = tl.program_id(1)
     packed = SEQ * GROUP
     d = tl.arange(0, DVP)
-    # The logarithms of all parts at once, the parts a block at a time: one variant, and registers, for any number of them.
+    # The sums of all parts at once, the parts a block at a time: one variant, and registers, for any number of them.
     every = tl.arange(0, MOST)
-    parts = tl.load(part_lse + (bh * SPLITS + every) * packed + r, every < SPLITS, other=float("-inf"))
-    top = tl.max(parts, 0)
-    top = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.math.exp2(parts - top), 0)
+    at = (bh * SPLITS + every) * packed + r
+    maxima = tl.load(part_max + at, every < SPLITS, other=-3.0e38)
+    top = tl.max(maxima, 0)
+    total = tl.sum(tl.math.exp2(maxima - top) * tl.load(part_sum + at, every < SPLITS, other=0.0), 0)
     y = tl.zeros([DVP], ACC)
     for first in range(0, SPLITS, BLOCK):
         s = first + tl.arange(0, BLOCK)
-        at = (bh * SPLITS + s) * packed + r
-        w = tl.math.exp2(tl.load(part_lse + at, s < SPLITS, other=float("-inf")) - top)
         there = s < SPLITS
+        part = (bh * SPLITS + s) * packed + r
+        w = tl.math.exp2(tl.load(part_max + part, there, other=-3.0e38) - top)
         if SOME:
-            there = w > 0.0
-        values = tl.load(part_out + at[:, None] * DV + d[None, :], there[:, None] & (d < DV)[None, :], other=0.0)
+            there = tl.load(part_sum + part, there, other=0.0) > 0.0
+        values = tl.load(part_out + part[:, None] * DV + d[None, :], there[:, None] & (d < DV)[None, :], other=0.0)
         y += tl.sum(values * w[:, None], 0)
     y = y / tl.where(total == 0.0, 1.0, total)
     b = bh // KV_HEADS
@@ -440,7 +449,7 @@ def launch(
         near = 0 <= right < seq - 1  # otherwise every query sees the end of the context
         scale, cap = facts.numbers[:2]
         q, k, v = map(contiguous_last, (q, k, v))
-        parts = SPEC.empty_scratch(args, sizes) if count > 1 else (out, lse)
+        parts = SPEC.empty_scratch(args, sizes) if count > 1 else (out, lse, None)
         _launch(
             _split_kernel, (sequences * row_tiles, count),
             (q, k, v, *options, prefix if near else None, used, pages, q_scale, k_scale, v_scale, *parts, scale, cap,

@@ -44,6 +44,11 @@ def test_decode_attends_with_keys_split():
     assert not of(seq=17, context=64).decode
 
 
+def test_split_keys_are_joined_by_a_launch_of_their_own():
+    for batch, context, launches in ((1, 4096, 7), (1, 64, 6), (64, 4096, 6)):  # of 64 sequences the GPU is full without
+        assert of(batch=batch, seq=1, context=context).kernels == launches
+
+
 @pytest.mark.parametrize(
     ("reason", "p"),
     [
@@ -92,7 +97,7 @@ def test_bounds():
         p = of(batch=batch, seq=seq, context=seq, training=training, masked=masked)
         assert 6 <= len(p.launches) <= 7
         assert len(p.launches) == 7 - p.row_statistics
-        assert p.kernels == len(p.launches) + p.decode  # split keys are joined by a launch of their own
+        assert p.kernels == len(p.launches)  # the keys are one block: nothing to split
         for step in p.launches:
             assert isinstance(step, Launch)
             assert step.op in OPS

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fusedblock.ops import Choice, Target, choose
+from fusedblock.ops import Choice, DecodeProblem, Target, choose, decode_launches
 
 # Up to this many rows the second norm rides on its neighbours' epilogues. Beyond, its own launch is cheaper: at 4096 rows of an
 # 8B layer it takes 19 us on an H200, the statistics in the epilogues 90 us (2026-11-29).
@@ -114,12 +114,11 @@ def _why_apart(spec: BlockSpec, rows: int, dtype: torch.dtype, training: bool, a
     return f"more than {STATISTICS_ROWS} rows" if rows > STATISTICS_ROWS else None
 
 
-def _attention(spec: BlockSpec, choice: Choice, masked: bool) -> Launch:
+def _attention(spec: BlockSpec, choice: Choice, masked: bool, kernels: int) -> Launch:
     kind = f", softcap {spec.softcap:g}" if spec.softcap else ""
     if spec.window_left >= 0 or spec.window_right >= 0:
         sides = [f"{n} {side}" for n, side in ((spec.window_left, "before"), (spec.window_right, "after")) if n >= 0]
         kind += f", keys up to {' and '.join(sides)}" + (" if no mask of 4 axes says so" if masked else ": the rest is not read")
-    kernels = 2 if choice.splits else 1
     return Launch(choice.op, "attention", choice.engine, choice.why + kind, kernels=kernels, changes=choice.changes)
 
 
@@ -178,7 +177,14 @@ def plan(
         steps += [norm("q norm", over), norm("k norm", over)]
     if apart and spec.rope:
         steps.append(Launch("rope", "rotary embedding", "triton", "q and k in one launch"))
-    steps.append(_attention(spec, choice, masked))
+    kernels = 1
+    if choice.splits and (torch.compiler.is_compiling() or any(isinstance(n, torch.SymInt) for n in (batch, seq, context))):
+        kernels = 2  # a trace for any length: counting the splits would tie it to this one
+    elif choice.splits:
+        p = DecodeProblem(batch, seq, spec.heads, spec.kv_heads, context, spec.head_dim, spec.head_dim, dtype.itemsize,
+                          per_row=masked and seq > 1, left=spec.window_left)  # fmt: skip
+        kernels = decode_launches(p, target)
+    steps.append(_attention(spec, choice, masked, kernels))
     steps += output("attention output", "o", "attn_out_norm", "; leaves the second norm's row sums" if statistics else "")
     if "mlp_norm" in norms and not statistics:
         rides = "" if spec.mlp == "plain" or spec.norm != "rms" else (
