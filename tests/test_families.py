@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -209,7 +210,9 @@ def test_gpu_generate(name: str) -> None:
     fused = families.twin(model)
     report = fusedblock.fuse(fused)
     ids, mask = (t.cuda() for t in prompt(pad=3))
-    for kwargs in ({}, {"cache_implementation": "static", "disable_compile": True}):
+    static = {"cache_implementation": "static", "disable_compile": True}
+    for which, kwargs in itertools.product((model.config._attn_implementation, "fusedblock"), ({}, static)):
+        fused.set_attn_implementation(which)
         arguments = {"attention_mask": mask, "max_new_tokens": 16, "do_sample": False, **kwargs}
         assert_same_tokens(model, model.generate(ids, **arguments), fused.generate(ids, **arguments), mask)
     assert not report.fallbacks

@@ -252,8 +252,8 @@ def test_position_biases_of_t5() -> None:
 @pytest.mark.slow
 def test_importing_fusedblock_imports_no_transformers_and_after_transformers_registers() -> None:
     known = """
-from transformers import AttentionInterface, AttentionMaskInterface
-found = ["fusedblock" in AttentionInterface(), "fusedblock" in AttentionMaskInterface(), "paged|fusedblock" in AttentionInterface()]
+from transformers import AttentionInterface as A, AttentionMaskInterface as M
+found = ["fusedblock" in A(), "fusedblock" in M(), "paged|fusedblock" in A()]
 """
     run_python(f"import transformers, fusedblock{known}assert found == [True] * 3")
     late = f"import sys, fusedblock\nassert 'transformers' not in sys.modules{known}assert found == [False] * 3\n"
