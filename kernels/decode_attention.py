@@ -51,7 +51,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Problem:
-    """What the config and the number of splits are chosen for. per_row: a mask or bias varies over the rows of a tile.
+    """What the config and the number of splits are chosen for. per_row: how many of mask and bias vary over the rows of a tile.
 
     left: of the window, -1 for none. page: rows of a page, 0 where keys are not paged."""
 
@@ -63,7 +63,7 @@ class Problem:
     head_dim: int
     v_dim: int
     itemsize: int
-    per_row: bool = False
+    per_row: int = 0
     left: int = -1
     page: int = 0
 
@@ -101,13 +101,13 @@ def configure(p: Problem, target: Target) -> Config:
     """
     d = _dims(p.head_dim, p.v_dim)
     rows, key, value = p.block_rows, d["DP"] + d["D2"], d["DVP"]
-    costly = p.per_row or p.page > 0 or p.itemsize > 2
+    costly = p.per_row > 0 or p.page > 0 or p.itemsize > 2
     warps = 8 if rows * value >= (8192 if costly else 16384) else 4
     if p.sequences > target.sms and rows <= 16 and p.itemsize <= 2 and not p.per_row:
         block_n = max(16, min(8192 // next_power_of_2(key + value), 64))
         return Config(_in_page(block_n, p.page), warps, 4 if target.smem_bytes >= 160 * 1024 else 2)
     reserve = min(2 * rows * key * p.itemsize, 65536) + 8192  # q, and what the dots stage
-    most = (128 if rows <= 16 else 64) // (2 if p.per_row else 1) // (1 if p.itemsize <= 2 else 4)
+    most = (128 if rows <= 16 else 64) // 2**p.per_row // (1 if p.itemsize <= 2 else 4)
     for block_n in (128, 64, 32, 16):
         block = block_n * (key + value) * p.itemsize
         for stages in (3, 2):
@@ -148,7 +148,7 @@ def _problem(args: Args) -> Problem:
     group = heads // kv_heads
     return Problem(
         batch, seq, heads, kv_heads, page * args["block_table"].shape[1] if page else k_len, head_dim, v_dim,
-        args["q"].element_size(), _per_row(args["mask"], group) or _per_row(args["bias"], group), args["left"], page,
+        args["q"].element_size(), sum(_per_row(args[n], group) for n in ("mask", "bias")), args["left"], page,
     )  # fmt: skip
 
 

@@ -182,7 +182,7 @@ def plan(
         kernels = 2  # a trace for any length: counting the splits would tie it to this one
     elif choice.splits:
         p = DecodeProblem(batch, seq, spec.heads, spec.kv_heads, context, spec.head_dim, spec.head_dim, dtype.itemsize,
-                          per_row=masked and seq > 1, left=spec.window_left)  # fmt: skip
+                          per_row=int(masked and seq > 1), left=spec.window_left)  # fmt: skip
         kernels = decode_launches(p, target)
     steps.append(_attention(spec, choice, masked, kernels))
     steps += output("attention output", "o", "attn_out_norm", "; leaves the second norm's row sums" if statistics else "")
