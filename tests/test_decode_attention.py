@@ -341,8 +341,8 @@ def test_gpu_sizes(dtype: torch.dtype) -> None:
     for sizes in ((2, 1, 32, 8, 128, 4096), (1, 2, 32, 8, 128, 1000), (1, 1, 8, 8, 256, 513), (9, 1, 16, 16, 128, 700)):
         batch, seq, heads, kv_heads, head_dim, context = sizes
         case = Case(batch=batch, seq=seq, heads=heads, kv_heads=kv_heads, head_dim=head_dim, context=context, dtype=dtype)
-        paged = [{"layout": "paged", "page": page} for page in (16, 256)]
-        for options in ({}, {"causal": True, "mask": "padding"}, *paged):
+        paged: list[dict[str, Any]] = [{"layout": "paged", "page": page} for page in (16, 256)]
+        for options in [{}, {"causal": True, "mask": "padding"}, *paged]:
             check(forward(replace(case, **options)), "cuda")
     for head_dim, v_dim in attention_cases.HEAD_DIMS:
         check(forward(Case(seq=2, context=700, heads=32, kv_heads=1, head_dim=head_dim, v_dim=v_dim, dtype=dtype)), "cuda")
