@@ -136,7 +136,7 @@ class Config:
 
 
 # What a kernel's registers have to hold besides the plain form, from little to much.
-LEVELS = ("plain", "segments", "shaped", "tiled", "costly")
+LEVELS = ("plain", "bounded", "segments", "shaped", "tiled", "costly")
 Pair = tuple[Config, Config]
 Numbers = tuple[int, int, int, int]
 # (columns of q or v at most, bytes an element at most, configs of the kv and of the q kernel by level); first match wins.
@@ -169,8 +169,12 @@ TABLE: dict[str, tuple[Row, ...]] = {
     ),
     # Not measured: the largest tiles that compile for sm_80 without spilling.
     "ampere": (
-        _row(64, 2, plain=((64, 128, 8, 2), (64, 64, 8, 2)), shaped=((32, 64, 4, 2), (64, 32, 8, 2))),
-        _row(128, 2, plain=((64, 64, 8, 2), (64, 64, 8, 2)), shaped=((32, 64, 8, 2), (64, 64, 8, 1))),
+        _row(64, 2, plain=((64, 128, 8, 2), (64, 64, 8, 2)), bounded=((64, 128, 8, 2), (64, 64, 8, 1)),
+             segments=((32, 64, 4, 1), (64, 32, 8, 2)), shaped=((32, 64, 4, 1), (64, 32, 8, 2)),
+             costly=((32, 32, 4, 1), (64, 32, 8, 2))),
+        _row(128, 2, plain=((64, 64, 8, 2), (64, 64, 8, 2)), bounded=((64, 64, 8, 1), (64, 64, 8, 2)),
+             shaped=((32, 64, 8, 2), (64, 64, 8, 1)), tiled=((32, 64, 8, 1), (32, 64, 8, 1)),
+             costly=((32, 64, 8, 1), (32, 32, 8, 1))),
         _row(256, 2, plain=((32, 32, 8, 1), (32, 32, 8, 1))),
         _row(512, 2, plain=((16, 16, 8, 1), (16, 16, 8, 1))),
         _row(64, 8, plain=((32, 32, 4, 1), (32, 32, 4, 1))),
@@ -197,13 +201,16 @@ def configure(head_dim: int, itemsize: int, level: str, target: Target) -> Pair:
 
 
 def level_of(args: Args) -> str:
-    """shaped: one option that changes logits; tiled: it is a number for every query and key; costly: several, or dropout."""
+    """bounded: by more than causal; segments: packed or a block map; shaped: one option that changes logits; tiled: it is a
+    number for every query and key; costly: several, or dropout."""
     shaping = [args[n] for n in ("mask", "bias", "alibi_slopes") if args[n] is not None]
     n = len(shaping) + (args["softcap"] > 0) + (args["block_map"] is not None)
     if args["dropout_p"] > 0 or n > 1:
         return "costly"
     if not shaping and not args["softcap"]:
-        return "segments" if shared.given(args, "cu_seqlens_q", "block_map") else "plain"
+        if shared.given(args, "cu_seqlens_q", "block_map"):
+            return "segments"
+        return "bounded" if args["left"] >= 0 or shared.given(args, "seqused_k", "prefix_lens") else "plain"
     return "tiled" if any(t.dim() == 4 and t.shape[2] > 1 for t in shaping) else "shaped"
 
 
