@@ -168,13 +168,14 @@ def launch_bias(args: Args, sizes: Sizes, operands: list[Any], delta: Tensor, sh
         block_map = block_map.view(torch.uint8)
     seq, context = sizes["seq"], sizes["k_len"]
     one_row, one_key = rows == 1, keys == 1
+    stages = min(2, config.num_stages)  # of four tiles each, where the kernel that the config is of has two
     tiles = (1 if one_row else cdiv(seq, config.block_m)) * (1 if one_key else cdiv(context, config.block_n))
     _launch(
         _bias_kernel, (batch * heads * tiles,),
         (*operands, delta, shift, grad_bias, mask, bias, slopes, block_map, prefix, used, seed, *facts.numbers, seq, context,
          sizes["batch"], sizes["heads"], sizes["group"], batch, heads, *strides, *facts.strides[:9], *map_strides),
-        {**constexprs, "BM": config.block_m, "BN": config.block_n, "NS": config.num_stages, "RIGHT": facts.constexprs["RIGHT"],
-         "ONE_ROW": one_row, "ONE_KEY": one_key, "num_warps": config.num_warps, "num_stages": config.num_stages},
+        {**constexprs, "BM": config.block_m, "BN": config.block_n, "NS": stages, "RIGHT": facts.constexprs["RIGHT"],
+         "ONE_ROW": one_row, "ONE_KEY": one_key, "num_warps": config.num_warps, "num_stages": stages},
     )  # fmt: skip
 
 
