@@ -16,7 +16,7 @@ from ._launch import contiguous_last, tma_ready
 from ._spec import Args, ShapeError, Sizes
 from ._target import Target
 
-# Arguments of the ops in order, and their axes. Packed sequences: batch is 1, seq all tokens. k_batch: batch, or pages when paged.
+# Arguments of the ops in order, and their axes. Packed sequences: batch is 1, seq all tokens. k_batch: batch, or pages.
 READS = {
     "q": "batch seq heads head_dim",
     "k": "k_batch k_len kv_heads head_dim",
@@ -123,9 +123,11 @@ def _check_sequences(name: str, sizes: Sizes, args: Args) -> dict[str, int]:
         found = sizes["q_blocks"], sizes["k_blocks"]
         wanted = cdiv(sizes["seq"], MAP_BLOCK), cdiv(sizes["k_len"], MAP_BLOCK)
         if found != wanted:
-            raise ShapeError(f"{name}: block_map has {found[0]} by {found[1]} blocks, but q and k have {wanted[0]} by {wanted[1]}")
+            what = f"{found[0]} by {found[1]} blocks, but q and k have {wanted[0]} by {wanted[1]}"
+            raise ShapeError(f"{name}: block_map has {what}")
     if args.get("prefix_lens") is not None and args["left"] >= 0:
-        raise ValueError(f"{name}: prefix_lens and a window of left={args['left']} are both given; a prefix is seen by every query")
+        both = f"prefix_lens and a window of left={args['left']}"
+        raise ValueError(f"{name}: {both} are both given; a prefix is seen by every query")
     context = sizes["max_pages"] * sizes["k_len"] if paged else sizes["k_len"]
     return {"context": context, "sequences": sequences}
 
@@ -204,14 +206,14 @@ def pairs(sizes: Sizes, args: Args) -> int:
     """(query, key) pairs of one head over all sequences that windows, prefixes and the block map leave."""
     left, right, block_map, prefix = args["left"], args["right"], args.get("block_map"), args.get("prefix_lens")
     found = lengths(sizes, args)
-    before = prefix.tolist() if _readable(prefix) else [0] * len(found)
+    before = prefix.tolist() if prefix is not None and _readable(prefix) else [0] * len(found)
     counts: dict[Any, int] = {}
     total = 0
     for key in zip(found, before):
         if key not in counts:
             counts[key] = allowed_pairs(*key[0], left, right, key[1])
         total += counts[key]
-    if _readable(block_map) and total:
+    if block_map is not None and _readable(block_map) and total:
         total = round(total * float(block_map.float().mean()))  # as if the blocks left out were average ones
     return total
 
@@ -269,7 +271,8 @@ def launch_facts(args: Args, by_key: bool) -> Facts:
     return Facts(
         (masked, bias, None if sinks is None else sinks.contiguous(), slopes, counts, lists,
          *(None if t is None else t.contiguous() for t in rest), *scales, args["seed"] if args["dropout_p"] else None),
-        (args["scale"] * LOG2E, softcap * LOG2E if softcap else None, args["dropout_p"], left if left >= 0 else None, max(right, 0)),
+        (args["scale"] * LOG2E, softcap * LOG2E if softcap else None, args["dropout_p"], left if left >= 0 else None,
+         max(right, 0)),
         (*_strides(mask), *_strides(bias), _batch_stride(slopes), *of_lists, *map(_batch_stride, scales)),
         {"RIGHT": 0 if right < 0 else 1 if right == 0 else 2,
          "ADDED": added or bool(softcap) or bias is not None or slopes is not None, "MASKED": mask is not None},
@@ -302,12 +305,16 @@ def dims(head_dim: int, v_dim: int, split: bool = True) -> dict[str, int]:
     """Constexprs: columns of q and k and of v, and the tiles that hold them: DP and a second of D2 (0: none), DVP.
 
     A head of 192 or 576 takes less room as 128 + 64 or 512 + 64 than as the next power of two (80 as 64 + 16 would spill).
+    Two widths in one kernel are 64 columns at least: with unequal rows below 128 bytes (48 beside 16, 24 beside 40), triton 3.6
+    gave wrong sums and illegal addresses on an H200.
     """
-    dp = max(16, next_power_of_2(head_dim))
-    half, second = dp // 2, max(16, next_power_of_2(head_dim - dp // 2))
+    dp, dvp = max(16, next_power_of_2(head_dim)), max(16, next_power_of_2(v_dim))
+    half, second = dp // 2, max(64, next_power_of_2(head_dim - dp // 2))
     both = split and dp >= 256 and second <= half // 2
-    return {"D": head_dim, "DP": half if both else dp, "D2": second if both else 0, "DV": v_dim,
-            "DVP": max(16, next_power_of_2(v_dim))}  # fmt: skip
+    dp = half if both else dp
+    if dp != dvp:
+        dp, dvp = max(64, dp), max(64, dvp)
+    return {"D": head_dim, "DP": dp, "D2": second if both else 0, "DV": v_dim, "DVP": dvp}
 
 
 def reach(sizes: Sizes, args: Args) -> int:

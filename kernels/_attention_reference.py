@@ -52,7 +52,8 @@ class Segment:
 def _bounds(arg: str, t: Tensor, tokens: int, op: str) -> list[int]:
     found: list[int] = t.tolist()
     if found[0] != 0 or any(b < a for a, b in zip(found, found[1:])) or found[-1] > tokens:
-        raise ValueError(f"{op}: {arg}={found} must begin with 0, never decrease and end at or below the {tokens} tokens there are")
+        rule = f"must begin with 0, never decrease and end at or below the {tokens} tokens there are"
+        raise ValueError(f"{op}: {arg}={found} {rule}")
     return found
 
 
@@ -62,10 +63,10 @@ def check_lengths(op: str, sizes: Sizes, args: Args) -> None:
         if args.get(arg) is not None:
             _bounds(arg, args[arg], tokens, op)
     used, table = args.get("seqused_k"), args.get("block_table")
-    for n in () if used is None else used.tolist():
+    for n in [] if used is None else used.tolist():
         if not 0 <= n <= sizes["context"]:
-            raise ValueError(f"{op}: seqused_k={used.tolist()} has a length of {n}, expected 0 to {sizes['context']}")
-    if table is not None:
+            raise ValueError(f"{op}: seqused_k has a length of {n}, expected 0 to {sizes['context']}")
+    if table is not None and used is not None:
         pages = used.div(sizes["k_len"], rounding_mode="floor") + (used % sizes["k_len"] > 0)
         live = torch.arange(table.shape[1], device=table.device) < pages[:, None]
         wrong = table[live & ((table < 0) | (table >= sizes["k_batch"]))]
@@ -89,13 +90,13 @@ def segments(op: str, sizes: Sizes, args: Args) -> Iterator[Segment]:
     for i in range(sizes["sequences"]):
         batch = slice(i, i + 1) if cu_q is None else slice(0, 1)
         rows = whole if cu_q is None else slice(cu_q[i], cu_q[i + 1])
-        if table is not None:
+        if table is not None and used is not None:
             n = int(used[i])
             pages = table[i, : -(-n // k.shape[1])].long()
             keys, values = (t[pages].flatten(0, 1)[None, :n] for t in (k, v))
             cols = slice(0, n)
         else:
-            cols = slice(0, int(used[i])) if cu_k is None else slice(cu_k[i], cu_k[i + 1])
+            cols = slice(0, int(args["seqused_k"][i])) if cu_k is None else slice(cu_k[i], cu_k[i + 1])
             keys, values = k[batch, cols], v[batch, cols]
         yield Segment(batch, rows, cols, keys, values, i)
 
@@ -171,7 +172,8 @@ def logits(segment: Segment, args: Args) -> Logits:
         shown = shown & (col >= place - args["left"])
     x = x.masked_fill(~shown, float("-inf"))
     slope = slope if slope is None else slope.masked_fill(~shown, 0)  # of hidden keys it may be NaN
-    live = (x != float("-inf")).any(2, keepdim=True).any(3)[..., None] if seq else torch.zeros((), dtype=torch.bool, device=q.device)
+    nothing = torch.zeros((), dtype=torch.bool, device=q.device)
+    live = (x != float("-inf")).any(2, keepdim=True).any(3)[..., None] if seq else nothing
     keep = None
     if args["dropout_p"]:
         start = segment.rows.start or 0
@@ -211,7 +213,8 @@ def backward(op: str, sizes: Sizes, args: dict[str, Any], grads: dict[str, Tenso
         t.zero_()
     kv_heads, keep_share = sizes["kv_heads"], 1 - args["dropout_p"]
     by_group = "batch seq (kv_heads group) ... -> batch kv_heads group seq ..."
-    sums = {n: torch.zeros_like(grads[n], dtype=torch.promote_types(grads[n].dtype, torch.float32)) for n in ("grad_bias", "grad_sinks")}
+    summed = {n: grads[n] for n in ("grad_bias", "grad_sinks")}
+    sums = {n: torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for n, t in summed.items()}
     for segment in segments(op, sizes, args):
         found = logits(segment, args)
         x = found.x
@@ -226,7 +229,8 @@ def backward(op: str, sizes: Sizes, args: dict[str, Any], grads: dict[str, Tenso
             dp, dropped = dp * found.keep / keep_share, p * found.keep / keep_share
         ds = p * (dp - delta)
         if sums["grad_bias"].numel():
-            _add_bias(sums["grad_bias"], args["bias"], segment, rearrange(ds, "batch kv_heads group i j -> batch (kv_heads group) i j"))
+            every = rearrange(ds, "batch kv_heads group i j -> batch (kv_heads group) i j")
+            _add_bias(sums["grad_bias"], args["bias"], segment, every)
         if sums["grad_sinks"].numel():
             sink = _outer(args["sinks"].to(x.dtype), 0, kv_heads)[None, :, :, None, None]
             sums["grad_sinks"] -= (torch.exp(sink - lse) * delta).sum((0, 3, 4)).flatten()

@@ -177,7 +177,7 @@ def shape_logits(s, row, col, geo, terms, scale, ADDED: tl.constexpr):
 
 @triton.jit
 def kept(seed, row, col, bh, dropout_p):
-    """Which weights dropout keeps: Philox (Salmon et al. 2011) on (key, query, batch and head), so that any tile gives the same."""
+    """Which weights dropout keeps: Philox (Salmon et al. 2011) on (key, query, batch and head), the same for any tiles."""
     zero = (row + col) * 0
     w, _, _, _ = tl.philox(seed, zero + col, zero + row, zero + bh, zero)
     return (w >> 8).to(tl.float32) * 5.960464477539063e-08 >= dropout_p
@@ -191,7 +191,7 @@ def no_nan(tile, live):
 
 @triton.jit
 def planned(schedule, slot):
-    """(segment, tile, first row, rows, first row of the others, how many others) of a slot; segment -1: the bounds make no sense."""
+    """(segment, tile, first row, rows, first row of the others, how many others) of a slot; segment -1: impossible bounds."""
     at = schedule + slot * 6
     return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
 
@@ -257,8 +257,9 @@ def schedule(cu: Tensor, other: Tensor | None, used: Tensor | None, tokens: int,
     """Cut the segments that cu `segments+1` bounds into tiles of `block` rows, without reading it on the host.
 
     One row of out `slots 6` a tile, as `planned` reads it; tiles past the end of their segment have tile * block >= rows.
-    other: boundaries of the other side (keys for queries), used: its lengths instead, at most `others`. The tokens past the last boundary are a
-    segment of their own with no others. Boundaries that decrease or pass the tokens give every tile segment -1.
+    other: boundaries of the other side (keys for queries), used: its lengths instead, at most `others`. The tokens past the
+    last boundary are a segment of their own with no others. Boundaries that decrease or pass the tokens give every tile
+    segment -1.
     """
     segments, slots = cu.shape[0] - 1, out.shape[0]
     n = 32
@@ -275,7 +276,8 @@ def block_lists(block_map: Tensor, by_key: bool) -> tuple[Tensor, Tensor]:
     block_map `batch heads q_blocks k_blocks`; list `batch heads q_blocks k_blocks` (by_key the last two the other way round),
     its first `number` entries valid.
     """
-    rows = rearrange(block_map, "batch heads q_blocks k_blocks -> batch heads k_blocks q_blocks") if by_key else block_map.flip(-1)
+    turned = rearrange(block_map, "batch heads q_blocks k_blocks -> batch heads k_blocks q_blocks")
+    rows = turned if by_key else block_map.flip(-1)
     order = torch.sort(rows.to(torch.uint8), dim=-1, descending=True, stable=True).indices
     if not by_key:
         order = block_map.shape[-1] - 1 - order

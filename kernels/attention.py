@@ -17,8 +17,9 @@ row of a tile attends must be finite for the other rows of the tile. Lengths tha
 HBM, in elements: reads q, k, v and the options, writes out and lse; the logits never leave the chip.
 
 One program owns BM query rows of one head and walks the keys right to left, so that only the blocks at the edges of what the
-rows see are masked. Q K^T of the next block is issued before the softmax of the current one: the tensor cores then run under
-the exponentials on every GPU, without warp specialisation (whose automatic form gives NaN on sm_90 in triton 3.6).
+rows see are masked. Where programs are small, several of them share an SM, and the softmax of one runs under the products of
+another. Where one fills it, Q K^T of the next block is issued before the softmax of the current one ("ahead"). Neither needs warp
+specialisation, whose automatic form gives NaN on sm_90 in triton 3.6.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from . import _attention as shared
 from . import _attention_reference
 from . import _attention_tiles as tiles
 from ._attention import normalise_mask
-from ._attention_tiles import key_range, kept, load_paged, load_rows, planned, shape_logits, visible
+from ._attention_tiles import kept, key_range, load_paged, load_rows, planned, shape_logits, visible
 from ._lang import cdiv, tl, triton
 from ._launch import descriptor, on_device
 from ._launch import launch as _launch
@@ -92,16 +93,17 @@ class Config:
 # Besides softcap, dropout and fp8, what costs so many registers that smaller tiles are better: tiles of their own, or rows of v
 # that have to be zeroed.
 _HEAVY = ("mask", "bias", "cu_seqlens_q", "seqused_k", "block_table")
-SHORT = 256  # keys within a query's reach up to which latency decides, not tensor cores
-MIDDLE = 1024
+SHORT = 512  # keys within a query's reach up to which latency decides, not tensor cores
 # (columns of q or v at most, bytes an element at most) -> Config, first match wins. Plain / with an option that costs registers.
 TABLE: dict[str, tuple[tuple[int, int, Config, Config], ...]] = {
-    # H200, 2026-11-29, bf16, in ms beside cuDNN's. D=128, causal B4 S4096: 128x64 s3 ahead 1.20, 128x128 s2 ahead 1.24, 64x64 w4
-    # 1.27, 128x64 w4 1.29, cuDNN 0.91; softcap 1.82, other forms 1.95 and more; 16 packed documents 1.84, 128x128 2.00. D=64:
-    # 64x64 w4 s2 0.67, 128x64 w4 s3 ahead 0.74, 128x128 0.89, cuDNN 0.63. D=256: 128x64 1.10, 64x64 w4 1.47, cuDNN 0.86.
+    # H200, 2026-11-29, bf16, in ms (cuDNN's in brackets). D=128, causal B4 S4096 (0.91): 64x128 w4 s1 0.98, 64x64 w4 s1 1.05,
+    # 128x64 w8 s3 ahead 1.20, 128x128 w8 s2 ahead 1.24, 64x64 w4 s2 1.27: three programs an SM hide each other's latency better
+    # than any ring, and one stage, in which k and v share a buffer, leaves room for them. 16 packed documents: 64x64 w4 s1 1.64,
+    # 128x64 w8 s3 ahead 1.84; softcap 1.77 and 1.82. D=64 (0.63): 64x64 w4 s2 0.64, 64x64 w4 s1 0.79, 128x64 w4 s3 ahead 0.74.
+    # D=256 (0.86): 128x64 1.10, 64x64 w4 s1 1.20. D=512: 64x32 w8 s2 2.46, s1 4.55.
     "hopper": (
         (64, 2, Config(64, 64, 4, 2), Config(64, 64, 4, 2)),
-        (128, 2, Config(128, 64, 8, 3, True), Config(128, 64, 8, 3, True)),
+        (128, 2, Config(64, 128, 4, 1), Config(64, 64, 4, 1)),
         (256, 2, Config(128, 64, 8, 2, True), Config(64, 64, 4, 2)),
         (1024, 2, Config(64, 32, 8, 2), Config(64, 32, 8, 1)),
         (64, 8, Config(64, 64, 4, 2), Config(64, 32, 4, 1)),
@@ -132,16 +134,16 @@ TABLE: dict[str, tuple[tuple[int, int, Config, Config], ...]] = {
 }
 
 
-# The same card and day, D=128, 32k tokens: S64 0.24 (cuDNN 0.37), S128 0.26 (0.19), S256 0.33 (0.24); of the configs above 0.42
-# to 0.76. S512: 128x32 0.27 (0.18), of the config above 0.38.
-_SHORT, _MIDDLE = Config(64, 64, 4, 1), Config(128, 32, 8, 3)
+# The same card and day, D=128, 32k tokens: S64 0.24 (cuDNN 0.37), S128 0.26 (0.19), S256 0.33 (0.24), S512 0.21 (0.18); window of
+# 128 at S8192 0.17, other forms 0.19 to 0.34.
+_SHORT = Config(64, 64, 4, 1)
 
 
-def configure(head_dim: int, itemsize: int, heavy: bool, target: Target, reach: int = MIDDLE + 1) -> Config:
+def configure(head_dim: int, itemsize: int, heavy: bool, target: Target, reach: int = SHORT + 1) -> Config:
     """head_dim: the larger of q's and v's; heavy: with options that cost registers; reach: keys that a query sees at most."""
     kind = shared.kind_of(target)
-    if not target.batch_invariant and kind == "hopper" and itemsize <= 2 and head_dim <= 128 and reach <= MIDDLE:
-        return _SHORT if reach <= SHORT or head_dim <= 64 else _MIDDLE
+    if not target.batch_invariant and kind == "hopper" and itemsize <= 2 and head_dim <= 128 and reach <= SHORT:
+        return _SHORT
     # With batch_invariant the blocks of keys, and so the order of a row's sums, must not tell what comes with them.
     heavy = heavy or target.batch_invariant
     return next((costly if heavy else plain) for d, size, plain, costly in TABLE[kind] if head_dim <= d and itemsize <= size)
@@ -154,7 +156,7 @@ def _config(sizes: Sizes, args: Args) -> Config:
     return configure(max(sizes["head_dim"], sizes["v_dim"]), itemsize, heavy, target, shared.reach(sizes, args))
 
 
-CONFIGS = (*dict.fromkeys(config for rows in TABLE.values() for row in rows for config in row[2:]), _SHORT, _MIDDLE)
+CONFIGS = tuple(dict.fromkeys([*(config for rows in TABLE.values() for row in rows for config in row[2:]), _SHORT]))
 
 
 def reference(*values: Any, **named: Any) -> tuple[Tensor, Tensor]:
@@ -233,10 +235,10 @@ def _accumulate(
     return new, l, acc
 
 
-@triton.jit(do_not_specialize=["BATCH_HEADS", "SECTION", "left", "right"])
+@triton.jit(do_not_specialize=["BATCH_HEADS", "SECTION", "PAGES", "MAX_PAGES", "left", "right"])
 def _forward_kernel(
-    q, k, v, q2, k2, mask, bias, sinks, slopes, counts, lists, prefix, used, block_table, q_scale, k_scale, v_scale, seed, schedule,
-    out, lse, scale, cap, dropout_p, left, right, SEQ, CONTEXT, HEADS, GROUP, BATCH_HEADS, SECTION, PAGES,
+    q, k, v, q2, k2, mask, bias, sinks, slopes, counts, lists, prefix, used, block_table, q_scale, k_scale, v_scale, seed,
+    schedule, out, lse, scale, cap, dropout_p, left, right, SEQ, CONTEXT, HEADS, GROUP, BATCH_HEADS, SECTION, PAGES,
     MAX_PAGES,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_mb, stride_mh, stride_ms, stride_mk, stride_bb, stride_bh, stride_bs, stride_bk,
@@ -322,57 +324,63 @@ def _forward_kernel(
         lists += at * stride_lq
         for i in tl.range(0, tl.load(counts + at) * (128 // BN), num_stages=NS):
             n = tl.load(lists + i // (128 // BN)) * (128 // BN) + (128 // BN - 1 - i % (128 // BN))
-            s = _logits(queries, keys, n, rows, geo, terms, scale, D, DP, D2, BN, RIGHT, ADDED, TMA, PAGE, True, ACC, PRECISION)
-            m, l, acc = _accumulate(s, values, n, m, l, acc, rows, geo, drop, scale, DV, DVP, BN, ADDED, MASKED, TMA, PAGE, True,
-                                    RAGGED, ACC, PRECISION)  # fmt: skip
+            s = _logits(queries, keys, n, rows, geo, terms, scale, D, DP, D2, BN, RIGHT, ADDED, TMA, PAGE,
+                        True, ACC, PRECISION)  # fmt: skip
+            m, l, acc = _accumulate(s, values, n, m, l, acc, rows, geo, drop, scale, DV, DVP, BN, ADDED, MASKED,
+                                      TMA, PAGE, True, RAGGED, ACC, PRECISION)  # fmt: skip
     elif AHEAD:
-        s = _logits(queries, keys, end - 1, rows, geo, terms, scale, D, DP, D2, BN, RIGHT, ADDED, TMA, PAGE, True, ACC, PRECISION)
+        s = _logits(queries, keys, end - 1, rows, geo, terms, scale, D, DP, D2, BN, RIGHT, ADDED, TMA, PAGE,
+                    True, ACC, PRECISION)  # fmt: skip
         if RAGGED:
-            full_high = tl.maximum(full_high - 1, begin)  # so that the last block of the context is not in the loop without checks
+            full_high = tl.maximum(full_high - 1, begin)  # the last block of the context stays out of the loop without checks
             full_low = tl.minimum(full_low, full_high)
         last = tl.minimum(full_high, end - 1)  # the block that s is of, after the first loop
         if RIGHT or RAGGED:
             for i in tl.range(0, end - 1 - last, num_stages=NS):
                 n = end - 2 - i
-                ahead = _logits(queries, keys, n, rows, geo, terms, scale, D, DP, D2, BN, RIGHT, ADDED, TMA, PAGE, True, ACC,
-                                PRECISION)  # fmt: skip
-                m, l, acc = _accumulate(s, values, n + 1, m, l, acc, rows, geo, drop, scale, DV, DVP, BN, ADDED, MASKED, TMA, PAGE,
-                                        True, RAGGED, ACC, PRECISION)  # fmt: skip
+                ahead = _logits(queries, keys, n, rows, geo, terms, scale, D, DP, D2, BN, RIGHT, ADDED, TMA, PAGE,
+                                True, ACC, PRECISION)  # fmt: skip
+                m, l, acc = _accumulate(s, values, n + 1, m, l, acc, rows, geo, drop, scale, DV, DVP, BN, ADDED, MASKED,
+                                          TMA, PAGE, True, RAGGED, ACC, PRECISION)  # fmt: skip
                 s = ahead
         full_low = tl.minimum(full_low, last)
         for i in tl.range(0, last - full_low, num_stages=NS):
             n = last - 1 - i
-            ahead = _logits(queries, keys, n, rows, geo, terms, scale, D, DP, D2, BN, RIGHT, ADDED, TMA, PAGE, False, ACC, PRECISION)
-            m, l, acc = _accumulate(s, values, n + 1, m, l, acc, rows, geo, drop, scale, DV, DVP, BN, ADDED, MASKED, TMA, PAGE, True,
-                                    False, ACC, PRECISION)  # fmt: skip
+            ahead = _logits(queries, keys, n, rows, geo, terms, scale, D, DP, D2, BN, RIGHT, ADDED, TMA, PAGE,
+                            False, ACC, PRECISION)  # fmt: skip
+            m, l, acc = _accumulate(s, values, n + 1, m, l, acc, rows, geo, drop, scale, DV, DVP, BN, ADDED, MASKED,
+                                      TMA, PAGE, True, False, ACC, PRECISION)  # fmt: skip
             s = ahead
         if left is not None:
             for i in tl.range(0, full_low - begin, num_stages=NS):
                 n = full_low - 1 - i
-                ahead = _logits(queries, keys, n, rows, geo, terms, scale, D, DP, D2, BN, RIGHT, ADDED, TMA, PAGE, True, ACC,
-                                PRECISION)  # fmt: skip
-                m, l, acc = _accumulate(s, values, n + 1, m, l, acc, rows, geo, drop, scale, DV, DVP, BN, ADDED, MASKED, TMA, PAGE,
-                                        True, False, ACC, PRECISION)  # fmt: skip
+                ahead = _logits(queries, keys, n, rows, geo, terms, scale, D, DP, D2, BN, RIGHT, ADDED, TMA, PAGE,
+                                True, ACC, PRECISION)  # fmt: skip
+                m, l, acc = _accumulate(s, values, n + 1, m, l, acc, rows, geo, drop, scale, DV, DVP, BN, ADDED, MASKED,
+                                          TMA, PAGE, True, False, ACC, PRECISION)  # fmt: skip
                 s = ahead
-        m, l, acc = _accumulate(s, values, begin, m, l, acc, rows, geo, drop, scale, DV, DVP, BN, ADDED, MASKED, TMA, PAGE, True,
-                                RAGGED, ACC, PRECISION)  # fmt: skip
+        m, l, acc = _accumulate(s, values, begin, m, l, acc, rows, geo, drop, scale, DV, DVP, BN, ADDED, MASKED,
+                                  TMA, PAGE, True, RAGGED, ACC, PRECISION)  # fmt: skip
     else:
         for i in tl.range(0, end - full_high, num_stages=NS):
             n = end - 1 - i
-            s = _logits(queries, keys, n, rows, geo, terms, scale, D, DP, D2, BN, RIGHT, ADDED, TMA, PAGE, True, ACC, PRECISION)
-            m, l, acc = _accumulate(s, values, n, m, l, acc, rows, geo, drop, scale, DV, DVP, BN, ADDED, MASKED, TMA, PAGE, True,
-                                    RAGGED, ACC, PRECISION)  # fmt: skip
+            s = _logits(queries, keys, n, rows, geo, terms, scale, D, DP, D2, BN, RIGHT, ADDED, TMA, PAGE,
+                        True, ACC, PRECISION)  # fmt: skip
+            m, l, acc = _accumulate(s, values, n, m, l, acc, rows, geo, drop, scale, DV, DVP, BN, ADDED, MASKED,
+                                      TMA, PAGE, True, RAGGED, ACC, PRECISION)  # fmt: skip
         for i in tl.range(0, full_high - full_low, num_stages=NS):
             n = full_high - 1 - i
-            s = _logits(queries, keys, n, rows, geo, terms, scale, D, DP, D2, BN, RIGHT, ADDED, TMA, PAGE, False, ACC, PRECISION)
-            m, l, acc = _accumulate(s, values, n, m, l, acc, rows, geo, drop, scale, DV, DVP, BN, ADDED, MASKED, TMA, PAGE, False,
-                                    False, ACC, PRECISION)  # fmt: skip
+            s = _logits(queries, keys, n, rows, geo, terms, scale, D, DP, D2, BN, RIGHT, ADDED, TMA, PAGE,
+                        False, ACC, PRECISION)  # fmt: skip
+            m, l, acc = _accumulate(s, values, n, m, l, acc, rows, geo, drop, scale, DV, DVP, BN, ADDED, MASKED,
+                                      TMA, PAGE, False, False, ACC, PRECISION)  # fmt: skip
         if left is not None:
             for i in tl.range(0, full_low - begin, num_stages=NS):
                 n = full_low - 1 - i
-                s = _logits(queries, keys, n, rows, geo, terms, scale, D, DP, D2, BN, RIGHT, ADDED, TMA, PAGE, True, ACC, PRECISION)
-                m, l, acc = _accumulate(s, values, n, m, l, acc, rows, geo, drop, scale, DV, DVP, BN, ADDED, MASKED, TMA, PAGE, True,
-                                        False, ACC, PRECISION)  # fmt: skip
+                s = _logits(queries, keys, n, rows, geo, terms, scale, D, DP, D2, BN, RIGHT, ADDED, TMA, PAGE,
+                            True, ACC, PRECISION)  # fmt: skip
+                m, l, acc = _accumulate(s, values, n, m, l, acc, rows, geo, drop, scale, DV, DVP, BN, ADDED, MASKED,
+                                          TMA, PAGE, True, False, ACC, PRECISION)  # fmt: skip
     if sinks is not None:
         sink = tl.load(sinks + h).to(ACC) * 1.4426950408889634
         new = tl.maximum(m, sink)
@@ -432,11 +440,11 @@ def launch(
         _launch(
             _forward_kernel, ((cdiv(seq, bm) if schedule is None else schedule.shape[0]) * parallel,),
             (operand(q, bm, d["DP"]), operand(k, bn, d["DP"]), operand(v, bn, d["DVP"]), operand(q, bm, d["D2"]),
-             operand(k, bn, d["D2"]), *facts.tensors, schedule, out, lse, *facts.numbers, seq, sizes["context"], heads, sizes["group"],
-             parallel, shared.section(sizes, args, target), sizes["k_batch"], sizes.get("max_pages", 0), *shared.row_strides(q, tma), *shared.row_strides(k, tma),
-             *shared.row_strides(v, tma), *facts.strides),
-            {**d, "BM": bm, "BN": bn, "NS": config.num_stages, "AHEAD": config.ahead, **facts.constexprs, "PAGE": page, "TMA": tma,
-             **shared.numerics(args, target), "num_warps": config.num_warps, "num_stages": config.num_stages},
+             operand(k, bn, d["D2"]), *facts.tensors, schedule, out, lse, *facts.numbers, seq, sizes["context"], heads,
+             sizes["group"], parallel, shared.section(sizes, args, target), sizes["k_batch"], sizes.get("max_pages", 0),
+             *(stride for t in (q, k, v) for stride in shared.row_strides(t, tma)), *facts.strides),
+            {**d, "BM": bm, "BN": bn, "NS": config.num_stages, "AHEAD": config.ahead, **facts.constexprs, "PAGE": page,
+             "TMA": tma, **shared.numerics(args, target), "num_warps": config.num_warps, "num_stages": config.num_stages},
         )  # fmt: skip
     return out, lse
 

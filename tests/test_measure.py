@@ -216,7 +216,9 @@ def test_model_is_left_as_it_was_by_a_failure(model: LlamaForCausalLM, step: str
 def test_a_layer_that_falls_back_says_so(model: LlamaForCausalLM) -> None:
     model.model.layers[0].self_attn.q_proj = type("Custom", (nn.Linear,), {})(64, 64, bias=False)
     report = measure(model.model.layers[0], batch=1, seq=8, baseline="sdpa")
-    assert report.after.rows == report.before.rows
+    # The layer's own code runs; only its attention is ours, since "after" is measured under attn_implementation="fusedblock".
+    changed = {a.name for a, b in zip(report.after.rows, report.before.rows, strict=True) if a != b}
+    assert changed == {"fusedblock.decode_attention"}
     assert any("not fused" in note and "q_proj" in note for note in report.notes)
 
 
