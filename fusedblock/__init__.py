@@ -47,7 +47,7 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *_PUBLIC])
 
 
-if "transformers" in sys.modules:  # else `register_attention` or `fuse`
+if sys.modules.get("transformers") is not None:  # else `register_attention` or `fuse`
     from .models.interface import register_if_loaded
 
     register_if_loaded()
