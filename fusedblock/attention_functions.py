@@ -55,7 +55,8 @@ def attention(
         scale         head_dim**-0.5 unless given
         softcap       softcap * tanh(logits / softcap); 0: none
         alibi_slopes  fp32 `heads` or `batch heads`: minus slope times the distance (arXiv 2108.12409)
-        bias          floating `1|batch 1|heads 1|seq 1|context`, added; has a gradient
+        bias          floating `1|batch 1|heads 1|seq 1|context`, added; has a gradient. It is a number, not a mask: beyond
+                      2e38 it overflows
         sinks         floating `heads`: the logit of one more key of value 0 (arXiv 2309.17453); has a gradient
         q_scale `1|batch heads`, k_scale and v_scale `1|batch kv_heads`: fp32, what fp8 inputs are multiples of
     dropout_p drops weights by a seed drawn from torch's generator of the device. deterministic changes nothing: sums are in a
@@ -225,7 +226,7 @@ def _window(name: str, causal: bool, window: Window) -> tuple[int, int]:
     sides = (None, None) if window is None else tuple(window)
     if len(sides) != 2 or any(n is not None and n < -1 for n in sides):
         raise ValueError(f"{name}: window={window}, expected (left, right), each at least 0, or -1 or None for no bound")
-    left, right = (-1 if n is None else int(n) for n in sides)
+    left, right = (-1 if n is None or n >= shared.UNBOUNDED else int(n) for n in sides)
     return left, 0 if causal else right
 
 
@@ -268,6 +269,8 @@ def _check_longest(name: str, args: dict[str, Any], max_q: int | None, max_k: in
 
 def _computed(call: _Call) -> tuple[Tensor, Tensor]:
     args = call.args
+    if (args["dropout_p"] or call.one_each) and not torch.compiler.is_compiling():
+        _sizes(args)  # an error before the generator moves, and before anything else is made of the arguments
     if args["dropout_p"]:
         args["seed"] = draw_seed(args["q"].device)
     q, kv_heads = args["q"], args["k"].shape[2]

@@ -55,6 +55,7 @@ _APART = (
 # An additive mask at or below this means "not attended". HF writes finfo.min, which in the base-2 units of the kernels
 # (times log2(e)) is beyond fp32.
 MASKED = -2.0e38
+UNBOUNDED = 2**30  # a window this wide bounds nothing, and the kernels count in 32 bits
 
 
 def given(args: Args, *names: str) -> bool:
@@ -88,8 +89,11 @@ def check(name: str, sizes: Sizes, args: Args) -> dict[str, int]:
     if args.get("block_map") is not None and args["q"].dtype is _spec.FP8:  # the H200 gave wrong sums, and the cause is not found
         raise ValueError(f"{name}: block_map is given and q is {args['q'].dtype}, which no kernel takes together yet")
     mask = args["mask"]
-    if mask is not None and mask.dtype is not torch.bool and not mask.is_floating_point():
-        raise ValueError(f"{name}: mask has dtype {mask.dtype}, expected torch.bool or a floating dtype")
+    if mask is not None and mask.dtype not in (torch.bool, *_FLOATING, args["q"].dtype):
+        raise ValueError(f"{name}: mask has dtype {mask.dtype}, expected torch.bool or {', '.join(map(str, _FLOATING))}")
+    for side in ("left", "right"):
+        if args[side] >= UNBOUNDED:
+            raise ValueError(f"{name}: {side}={args[side]}, expected less than {UNBOUNDED}, or -1 for no bound")
     for arg, dtype in _DTYPES.items():
         t = args.get(arg)
         if t is None or t.dtype is dtype or dtype == "floating" and t.dtype in (*_FLOATING, args["q"].dtype):

@@ -147,9 +147,13 @@ def shape_logits(s, row, col, geo, terms, scale, ADDED: tl.constexpr):
     if ADDED:
         s = s * scale
     if cap is not None:
-        u = s * (2.0 / cap)  # tanh(u / 2), in a form that neither overflows nor loses the sign
-        e = tl.math.exp2(-tl.abs(u) * 1.4426950408889634)
-        t = tl.where(u < 0, -1.0, 1.0) * ((1.0 - e) / (1.0 + e))
+        y = s * (1.0 / cap)  # tanh(y), in a form that neither overflows nor loses the sign, and near 0 its series
+        e = tl.math.exp2(-tl.abs(y) * 2.8853900817779268)
+        t = tl.where(y < 0, -1.0, 1.0) * ((1.0 - e) / (1.0 + e))
+        if s.dtype == tl.float32:
+            y2 = y * y
+            near = y * (1.0 + y2 * (-0.3333333333333333 + y2 * (0.13333333333333333 - y2 * 0.05396825396825397)))
+            t = tl.where(y2 < 0.015625, near, t)
         s = t * cap
         factor = 1.0 - t * t
     if slope is not None:

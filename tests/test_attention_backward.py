@@ -66,6 +66,7 @@ def test_each_option(case, target):
     check(case, target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", PATHS)
 @pytest.mark.parametrize("case", differentiable(cases.alone(dtype=torch.bfloat16, causal=True)), ids=str)
 def test_each_option_in_bf16(case, target):
@@ -114,6 +115,7 @@ def test_sizes(case, target):
     check(case, target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", range(len(attention_backward.CONFIGS)))
 @pytest.mark.parametrize("case, target", [
     (Case(140, 150, heads=1, kv_heads=1, batch=1, dtype=torch.float16, window=(90, 0), mask="bool", bias="heads"), "sm_90"),

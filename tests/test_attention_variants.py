@@ -30,6 +30,7 @@ from attention_formula import formula
 from torch import Tensor
 
 import fusedblock
+from fusedblock.interpret import interpret
 from fusedblock.kernels._attention_choice import DECODE_ROWS, choose
 from fusedblock.kernels._target import TARGETS
 
@@ -46,6 +47,7 @@ def cases(values: list[Case], slow: Callable[[int, Case], bool] = lambda n, case
 # ---- options, alone and in pairs ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @cases(pairs(dtype=torch.float64, **TINY))
 def test_references_of_pairs(case):
     check(case, "cpu")
@@ -281,6 +283,7 @@ REFUSED = {
     "prefix and left": (BATCHED, {"prefix_lens": ints(1, 2), "window": (4, 0)}, "prefix_lens and a window of left=4"),
     "window of one": (BATCHED, {"window": (4,)}, r"window=\(4,\)"),
     "window below -1": (BATCHED, {"window": (-2, 0)}, r"window=\(-2, 0\)"),
+    "float64 mask": (BATCHED, {"mask": torch.zeros(1, 1, 20, 35).double()}, "mask has dtype torch.float64.*torch.bool"),
     "softcap": (BATCHED, {"softcap": -1.0}, "softcap=-1.0"),
     "scale": (BATCHED, {"scale": 0.0}, "scale=0.0"),
     "sinks of other heads": (BATCHED, {"sinks": torch.zeros(3)}, "sinks.*heads=3.*heads=2"),
@@ -435,3 +438,47 @@ def test_one_packed_query_each_is_a_batch(queries, target):
     torch.testing.assert_close(out[:n].double(), want["out"][:n], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(lse[:, :n].double(), want["lse"][:, :n], rtol=1e-5, atol=1e-6)
     assert (out[n:] == 0).all()
+
+
+@pytest.mark.parametrize("target", PATHS)
+@pytest.mark.parametrize("seq, context", [(20, 35), (35, 20)])
+@pytest.mark.parametrize("window", [(5, 2**31 - 1), (2**31 - 1, 3), (2**40, 2**40)])
+def test_a_window_of_the_largest_number_is_none(window, seq, context, target):
+    """The kernels count in 32 bits."""
+    x = Case(seq=seq, context=context, forward=True).inputs()
+    sides = tuple(n if n < 2**30 else -1 for n in window)
+    with interpret(TARGETS[target]), torch.no_grad():
+        got = fusedblock.attention(x.q, x.k, x.v, window=window, return_lse=True)
+        want = fusedblock.attention(x.q, x.k, x.v, window=sides, return_lse=True)
+    assert all(torch.equal(a, b) for a, b in zip(got, want)) and bool(got[0].any())
+
+
+@pytest.mark.parametrize("softcap", [1e4, 1e6, 1e9])
+@pytest.mark.parametrize("seq", [3, 40])
+def test_a_large_softcap_changes_nothing(seq, softcap):
+    x = Case(seq=seq, context=70, forward=True).inputs()
+    with interpret(TARGETS["sm_90"]), torch.no_grad():
+        got = fusedblock.attention(x.q, x.k, x.v, softcap=softcap)
+        want = fusedblock.attention(x.q, x.k, x.v)
+    assert error(got, want.double()) < 1e-6
+
+
+def test_a_refused_call_does_not_move_the_generator():
+    x = Case(forward=True).inputs()
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="sinks"), torch.no_grad():
+        fusedblock.attention(x.q, x.k, x.v, dropout_p=0.3, sinks=torch.zeros(3))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"seqused_k": ints(1, 2)}, "block_table.*sequences=3, but sequences=2"),
+    ({"cu_seqlens_q": ints(0, 1, 1, 2, 3)}, "has 3 sequences, but q has 4"),
+    ({"cu_seqlens_q": ints(0, 1, 2, 3).long()}, "cu_seqlens_q has dtype torch.int64"),
+])  # fmt: skip
+def test_one_query_each_is_checked_where_kernels_run(change, message):
+    q, k = torch.randn(3, 2, 16), torch.randn(6, 8, 1, 16)
+    table = ints(0, 1, 2, 3, 4, 5).view(3, 2)
+    options = {"cu_seqlens_q": ints(0, 1, 2, 3), "seqused_k": ints(3, 9, 1), "block_table": table, **change}
+    with interpret(TARGETS["sm_90"]), torch.no_grad(), pytest.raises(ValueError, match=message):
+        fusedblock.attention(q, k, k, max_seqlen_q=1, **options)

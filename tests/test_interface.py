@@ -17,6 +17,8 @@ from transformers.masking_utils import create_bidirectional_mask, create_causal_
 import fusedblock
 from fusedblock.models import interface
 
+fusedblock.register_attention()  # another test's module may have imported fusedblock before transformers
+
 MOE = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {**MOE, "sliding_window": 6},

@@ -210,9 +210,10 @@ def attention_forward(
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     bounds: tuple[Any, ...] = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     if mask is not None:
-        if cu_seq_lens_q is not None and mask.dim() == 2 and mask.dtype is torch.bool:
-            raise ValueError(f"{NAME} attention: both a padding mask and cu_seq_lens_q are given")
         packed = mask.dim() == 2 and mask.dtype is torch.int32
+        if cu_seq_lens_q is not None and not packed:
+            kind = "a padding mask" if mask.dim() == 2 else f"a mask of shape {tuple(mask.shape)}"
+            raise ValueError(f"{NAME} attention: both {kind} and cu_seq_lens_q are given")
         bounds = (mask[0], mask[0], None, None) if packed else (None,) * 4
         if packed:
             mask = None
