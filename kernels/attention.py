@@ -104,7 +104,7 @@ TABLE: dict[str, tuple[tuple[int, int, Config, Config], ...]] = {
     "hopper": (
         (64, 2, Config(64, 64, 4, 2), Config(64, 64, 4, 2)),
         (128, 2, Config(64, 128, 4, 1), Config(64, 64, 4, 1)),
-        (256, 2, Config(128, 64, 8, 2, True), Config(64, 64, 4, 2)),
+        (256, 2, Config(128, 64, 8, 2, True), Config(128, 32, 8, 2)),
         (1024, 2, Config(64, 32, 8, 2), Config(64, 32, 8, 1)),
         (64, 8, Config(64, 64, 4, 2), Config(64, 32, 4, 1)),
         (128, 8, Config(64, 32, 4, 1), Config(64, 32, 4, 1)),
