@@ -259,8 +259,9 @@ def _sizes(args: dict[str, Any]) -> dict[str, int]:
 
 def _check_longest(name: str, args: dict[str, Any], max_q: int | None, max_k: int | None) -> None:
     """Raises ValueError where a sequence is longer than it was said to be at most."""
-    plain.check_lengths(name, _sizes(args), args)
-    found = shared.lengths(_sizes(args), args)
+    sizes = _sizes(args)
+    plain.check_lengths(name, sizes, args)
+    found = shared.lengths(sizes, args)
     for arg, most, side in (("max_seqlen_q", max_q, 0), ("max_seqlen_k", max_k, 1)):
         longest = max((n[side] for n in found), default=0)
         if most is not None and longest > most:
