@@ -85,7 +85,7 @@ def bar_sync(barrier: Any, threads: Any, _semantic: Any = None) -> None:
 
 @builtin
 def bar_arrive(barrier: Any, threads: Any, _semantic: Any = None) -> None:
-    """Arrive at a named barrier as bar_sync does, but go on at once. Cheaper than mbarrier.arrive, which synchronises a partition."""
+    """Arrive as bar_sync does, but go on at once: cheaper than mbarrier.arrive, before which triton synchronises a partition."""
     _named_barrier("arrive", barrier, threads, _semantic)
 
 
