@@ -54,6 +54,13 @@ def changes() -> list[tuple[Any, str, Any]]:
     return [(tl.block_type, "layout", property(lambda self: gl.AutoLayout()))]
 
 
+def _constant(value: Any) -> int:
+    """An argument that a compiled kernel must know. What it assigns to a variable it does not, short of gl.constexpr."""
+    if isinstance(value, tl.tensor):
+        raise TypeError("a value of the kernel's run time where a constant must be; declare the variable as gl.constexpr")
+    return operator.index(value)
+
+
 def _tensor(data: np.ndarray, dtype: Any) -> Any:
     return tl.tensor(TensorHandle(data, dtype), tl.block_type(dtype, list(data.shape)))
 
@@ -74,10 +81,10 @@ class Shared:
         return Shared(self.view.part(0, operator.index(index), 1, keep=False), self.layout)
 
     def slice(self, start: Any, length: Any, dim: Any = 0) -> Shared:
-        return Shared(self.view.part(operator.index(dim), operator.index(start), operator.index(length)), self.layout)
+        return Shared(self.view.part(_constant(dim), _constant(start), _constant(length)), self.layout)
 
     def permute(self, order: Sequence[Any]) -> Shared:
-        return Shared(self.view.permute(tuple(map(operator.index, order))), self.layout)
+        return Shared(self.view.permute(tuple(map(_constant, order))), self.layout)
 
     def load(self, layout: Any = None) -> Any:
         return _tensor(_sm().read(self.view), self.dtype)
@@ -92,7 +99,7 @@ class Shared:
 
 
 def _allocate(element_ty: Any, shape: Sequence[Any], layout: Any, value: Any = None) -> Any:
-    sizes = tuple(map(operator.index, shape))
+    sizes = tuple(map(_constant, shape))
     if isinstance(layout, mbarrier.MBarrierLayout):
         barriers = Barriers(sizes[0])
         return barriers if len(sizes) > 1 else barriers.members[0]
@@ -231,7 +238,7 @@ def _mma(
 
 def _mma_wait(num_outstanding: Any = 0, deps: Sequence[Any] = ()) -> Any:
     sm = _sm()
-    sm.mma_wait(operator.index(num_outstanding))
+    sm.mma_wait(_constant(num_outstanding))
     flying = sm.current.mmas
     results = [
         tl.tensor(d.handle, d.type) if isinstance(d, Accumulator) and d.operation not in flying else d for d in deps
@@ -249,22 +256,22 @@ def _wait(barrier: MBarrier, phase: Any, pred: Any = True, deps: Any = ()) -> No
 
 def _arrive(barrier: MBarrier, *, count: Any = 1, pred: Any = True, **_: Any) -> None:
     if pred:
-        _sm().arrive(barrier, operator.index(count))
+        _sm().arrive(barrier, _constant(count))
 
 
 def _expect(barrier: MBarrier, bytes_per_cta: Any = 0, pred: Any = True, **_: Any) -> None:
     if pred:
-        _sm().arrive(barrier, 1, operator.index(bytes_per_cta))
+        _sm().arrive(barrier, 1, _constant(bytes_per_cta))
 
 
 def _named_barrier(block: bool) -> Callable[..., None]:
-    return lambda barrier, threads: _sm().named_barrier(operator.index(barrier), operator.index(threads), block)
+    return lambda barrier, threads: _sm().named_barrier(operator.index(barrier), _constant(threads), block)
 
 
 def _specialize(functions_and_args: Any, worker_num_warps: Any, worker_num_regs: Any = None) -> Any:
     names = [f"partition {i} ({function.fn.__name__})" for i, (function, _) in enumerate(functions_and_args)]
     calls = [functools.partial(python_function(function), *args) for function, args in functions_and_args]
-    return _sm().specialize(names, calls, [operator.index(n) for n in worker_num_warps])
+    return _sm().specialize(names, calls, [_constant(n) for n in worker_num_warps])
 
 
 def _add_four(pointers: Any, values: Any) -> None:
@@ -311,7 +318,7 @@ _MODEL: dict[str, Callable[..., Any]] = {
     "inline_asm_elementwise": _inline_assembly,
     "bar_sync": _named_barrier(True),
     "bar_arrive": _named_barrier(False),
-    "init": lambda barrier, count: barrier.init(operator.index(count)),
+    "init": lambda barrier, count: barrier.init(_constant(count)),
     "invalidate": lambda barrier: barrier.invalidate(),
     "wait": _wait,
     "arrive": _arrive,
@@ -326,7 +333,7 @@ _MODEL: dict[str, Callable[..., Any]] = {
     "async_store": _tma_store,
     "tma_add": _tma_add,
     "async_atomic_add": _tma_add,
-    "store_wait": lambda pendings, read_only=True: _sm().store_wait(operator.index(pendings)),
+    "store_wait": lambda pendings, read_only=True: _sm().store_wait(_constant(pendings)),
     "make_tensor_descriptor": _make_descriptor,
 }
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -124,7 +124,7 @@ class Machine:
         for p in self.partitions:
             p.gate.release()
 
-    def specialize(self, names: list[str], functions: list[Callable[[], Any]], warps: list[int]) -> Any:
+    def specialize(self, names: list[str], functions: Sequence[Callable[[], Any]], warps: list[int]) -> Any:
         """Run functions[0] in the current partition and the others in new ones of so many warps; the first one's result."""
         main = self.current
         if len(self.partitions) > 1:
@@ -204,13 +204,14 @@ class Machine:
         """What an ordinary load sees."""
         self.pause()
         me = self.current
-        view.access(me.clock, Access(False, f"a load of {me}", me, me.clock[me], view.box))
-        return view.content(f"a load of {me}").copy()
+        access = Access(False, f"a load of {me} from {view}", me, me.clock[me], view.box)
+        view.access(me.clock, access)
+        return view.content(access.who).copy()
 
     def write(self, view: View, data: np.ndarray) -> None:
         self.pause()
         me = self.current
-        view.access(me.clock, Access(True, f"a store of {me}", me, me.clock[me], view.box, unfenced=True))
+        view.access(me.clock, Access(True, f"a store of {me} to {view}", me, me.clock[me], view.box, unfenced=True))
         view.data[...] = data
         view.written[...] = True
 
@@ -278,13 +279,13 @@ class Machine:
         key = "wgmma"
         me.issued[key] += 1
         name = f"wgmma {me.issued[key]} of {me}"
-        for view in operands:
-            access = Access(False, f"{name} on {view}", (me, key), me.issued[key], view.box)
+        reads = [(view, Access(False, f"{name} on {view}", (me, key), me.issued[key], view.box)) for view in operands]
+        for view, access in reads:
             view.access(me.clock, access, asynchronous=True)
 
         def run() -> None:
-            for view in operands:
-                view.content(name)
+            for view, access in reads:
+                view.content(access.who)
             compute()
 
         operation = self.start(name, run, after=me.mmas[-1] if me.mmas else None)

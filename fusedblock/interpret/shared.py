@@ -78,7 +78,7 @@ class View:
 
     def __str__(self) -> str:
         whole = self.allocation.written.shape
-        parts = [f"{lo}" if hi == lo + 1 < n else ":" if hi - lo == n else f"{lo}:{hi}" for (lo, hi), n in zip(self.box, whole)]
+        parts = [f"{lo}" if hi - lo == 1 < n else ":" if hi - lo == n else f"{lo}:{hi}" for (lo, hi), n in zip(self.box, whole)]
         while parts and parts[-1] == ":":
             parts.pop()
         return self.allocation.name + (f"[{', '.join(parts)}]" if parts else "")
@@ -108,11 +108,10 @@ class View:
             if not (old.writes or new.writes) or not all(a < d and c < b for (a, b), (c, d) in zip(old.box, new.box)):
                 continue
             if not old.before(clock):
-                flight = " is still in flight" if old.epoch == float("inf") else ""
-                verb = "writes" if new.writes else "reads"
-                raise Race(f"{new.who} {verb} {self}: nothing orders it after {old.who}{', which' + flight if flight else ''}")
+                flight = ", which is in flight" if old.epoch == float("inf") else ""
+                raise Race(f"nothing orders {new.who} after {old.who}{flight}")
             if asynchronous and old.unfenced:
-                raise Race(f"{new.who}: no fence_async_shared between it and {old.who}, which wrote {self}")
+                raise Race(f"no fence_async_shared between {old.who} and {new.who}")
 
         def replaced(old: Access) -> bool:
             inside = all(c <= a and b <= d for (a, b), (c, d) in zip(old.box, new.box))
@@ -122,7 +121,7 @@ class View:
 
     def content(self, who: str) -> np.ndarray:
         if not self.written.all():
-            raise Unwritten(f"{who} reads {self}, where {int((~self.written).sum())} elements hold nothing")
+            raise Unwritten(f"{who}: {int((~self.written).sum())} elements hold nothing")
         return self.data
 
     def poison(self) -> None:
