@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from . import _lang
+from ._launch import tma_strides
 
 VERSIONS = ((3, 6), (3, 7), (3, 8), (3, 9))
 REASON = ""
@@ -128,4 +129,4 @@ def descriptor(t: torch.Tensor, block: Sequence[int], swizzle: bool = True) -> A
         layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
     else:
         layout = gl.NVMMASharedLayout(0, dtype.primitive_bitwidth, len(block))
-    return TensorDescriptor.from_tensor(t, block, layout)
+    return TensorDescriptor(t, list(t.shape), tma_strides(t), block, layout)

@@ -83,6 +83,9 @@ class Shared:
     def slice(self, start: Any, length: Any, dim: Any = 0) -> Shared:
         return Shared(self.view.part(_constant(dim), _constant(start), _constant(length)), self.layout)
 
+    def reshape(self, shape: Sequence[Any]) -> Shared:
+        return Shared(self.view.reshape(tuple(map(_constant, shape))), self.layout)
+
     def permute(self, order: Sequence[Any]) -> Shared:
         return Shared(self.view.permute(tuple(map(_constant, order))), self.layout)
 

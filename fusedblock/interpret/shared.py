@@ -44,6 +44,7 @@ def join(into: Clock, other: Clock) -> None:
 # ---- shared memory -----------------------------------------------------------------------------------------------------
 
 Box = tuple[tuple[int, int], ...]
+NOWHERE = -1  # the axis of an allocation that an axis of one element added by reshape stands for
 
 
 @dataclass(eq=False)
@@ -93,10 +94,19 @@ class View:
             raise ProtocolError(f"{self} has {n} elements on axis {axis}, not {start}:{start + length}")
         at = (slice(None),) * axis + (slice(start, start + length) if keep else start,)
         box = list(self.box)
-        low = box[self.axes[axis]][0] + start
-        box[self.axes[axis]] = low, low + length
+        if self.axes[axis] != NOWHERE:
+            low = box[self.axes[axis]][0] + start
+            box[self.axes[axis]] = low, low + length
         axes = self.axes if keep else self.axes[:axis] + self.axes[axis + 1 :]
         return View(self.allocation, self.data[at], self.written[at], tuple(box), axes, self.dtype)
+
+    def reshape(self, shape: tuple[int, ...]) -> View:
+        """Add or drop axes of one element. Others keep their order."""
+        long = [axis for axis, n in zip(self.axes, self.data.shape) if n != 1]
+        if [n for n in shape if n != 1] != [n for n in self.data.shape if n != 1]:
+            raise NotImplementedError(f"{self} of shape {self.data.shape} reshaped to {shape}: only axes of 1 may come and go")
+        axes = tuple(NOWHERE if n == 1 else long.pop(0) for n in shape)
+        return View(self.allocation, self.data.reshape(shape), self.written.reshape(shape), self.box, axes, self.dtype)
 
     def permute(self, order: tuple[int, ...]) -> View:
         axes = tuple(self.axes[i] for i in order)
