@@ -213,11 +213,15 @@ def _tma_add(desc: Descriptor, coord: Any, src: Shared) -> None:
 class Accumulator:
     """The result of an asynchronous wgmma, of no use but to warpgroup_mma_wait and as the accumulator of the next one."""
 
-    handle: TensorHandle
+    result: TensorHandle
     operation: Operation
 
     def __init__(self, type: Any) -> None:
         self.type, self.shape, self.dtype = type, type.shape, type.element_ty
+
+    @property
+    def handle(self) -> TensorHandle:
+        raise ProtocolError(f"the result of {self.operation.name} is used before warpgroup_mma_wait")
 
 
 def _mma(
@@ -233,7 +237,8 @@ def _mma(
 
     def compute() -> None:
         left, right = (TensorHandle(x.view.data, x.dtype) if isinstance(x, Shared) else x.handle for x in (a, b))
-        result.handle = builder.create_dot(left, right, start.handle, rounding, 0)
+        before = start.result if isinstance(start, Accumulator) else start.handle
+        result.result = builder.create_dot(left, right, before, rounding, 0)
 
     result.operation = _sm().mma([x.view for x in (a, b) if isinstance(x, Shared)], compute)
     return result if is_async else _mma_wait(0, (result,))
@@ -244,7 +249,7 @@ def _mma_wait(num_outstanding: Any = 0, deps: Sequence[Any] = ()) -> Any:
     sm.mma_wait(_constant(num_outstanding))
     flying = sm.current.mmas
     results = [
-        tl.tensor(d.handle, d.type) if isinstance(d, Accumulator) and d.operation not in flying else d for d in deps
+        tl.tensor(d.result, d.type) if isinstance(d, Accumulator) and d.operation not in flying else d for d in deps
     ]
     return results[0] if len(results) == 1 else tuple(results)
 
