@@ -367,6 +367,76 @@ def test_memory_nobody_wrote_is_not_read():
         swap_kernel[(1,)](torch.randn(256), torch.zeros(256), FAULT="one half")
 
 
+# ---- the language ------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _scaled(x, BY: gl.constexpr = 3):
+    if BY > 2 and not BY == 4:
+        x = x * BY
+    return x, gl.cdiv(BY, 2)
+
+
+@gluon.jit
+def language_kernel(x, y, n, count, ROWS: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    columns = gl.arange(0, 16, layout=gl.SliceLayout(0, layout))
+    at = rows[:, None] * 16 + columns[None, :]
+    a = gl.load(x + at, mask=(rows < n)[:, None], other=0.0)
+    a, two = _scaled(a)
+    low, high = gl.split(a.reshape([ROWS, 8, 2]))
+    b = gl.convert_layout(gl.join(high, low).reshape([ROWS, 16]), layout)
+    b = gl.where(b > 0, gl.exp2(-b), gl.maximum(b, -1.5)) + gl.full_like(b, 0.25) + gl.zeros([ROWS, 16], gl.float32, layout)
+    b += gl.sum(a, 1)[:, None] - gl.max(a, axis=0)[None, :]
+    gl.store(y + at, b.to(y.dtype.element_ty), mask=columns[None, :] < 15)
+    gl.atomic_add(count, two * gl.num_warps() + gl.to_tensor(ROWS))
+    gl.static_assert(ROWS >= 16)
+
+
+def test_language():
+    x, y, count = torch.randn(32, 16), torch.full((32, 16), 7.0, dtype=BF16), torch.zeros(1, dtype=torch.int32)
+    with interpret():
+        language_kernel[(1,)](x, y, 20, count, ROWS=32)
+    a = torch.where(torch.arange(32)[:, None] < 20, x, 0.0) * 3
+    b = a.reshape(32, 8, 2).flip(-1).reshape(32, 16)
+    b = torch.where(b > 0, torch.exp2(-b), b.clamp(min=-1.5)) + 0.25
+    expected = (b + a.sum(1, keepdim=True) - a.amax(0)).to(BF16)
+    expected[:, 15] = 7.0
+    torch.testing.assert_close(y, expected)
+    assert count.item() == 2 * 4 + 32
+    with aot.compile_only(TARGETS["sm_90"]) as kernels:
+        language_kernel[(1,)](x, y, 20, count, ROWS=32)
+    assert aot.problems(kernels, TARGETS["sm_90"]) == []
+
+
+@gluon.jit
+def constant_kernel(x, bytes):
+    bars = allocate_barriers(1, 1)
+    mbarrier.expect(bars.index(0), bytes)
+
+
+def test_what_must_be_a_constant_is_one():
+    with interpret(), pytest.raises(TypeError, match="declare the variable as gl.constexpr"):
+        constant_kernel[(1,)](torch.zeros(1), 64)
+
+
+@gluon.jit
+def assembly_kernel(x, y, ASM: gl.constexpr):
+    at = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+    values = gl.inline_asm_elementwise(ASM, "=f,f", [gl.load(x + at)], dtype=gl.float32, is_pure=True, pack=1)
+    gl.store(y + at, values)
+
+
+def test_inline_assembly():
+    x, y = torch.randn(128), torch.empty(128)
+    with interpret():
+        assembly_kernel[(1,)](x, y, ASM="ex2.approx.ftz.f32 $0, $1;")
+        torch.testing.assert_close(y, torch.exp2(x))
+        with pytest.raises(NotImplementedError, match="the model does not know: sin.approx.f32"):
+            assembly_kernel[(1,)](x, y, ASM="sin.approx.f32 $0, $1;")
+
+
 # ---- barriers and ends -------------------------------------------------------------------------------------------------------
 
 

@@ -314,6 +314,9 @@ _MODEL: dict[str, Callable[..., Any]] = {
     "arange": lambda start, end, layout=None: tl.arange(start, end),
     "zeros": lambda shape, dtype, layout=None: tl.zeros(shape, dtype),
     "full": lambda shape, value, dtype, layout=None: tl.full(shape, value, dtype),
+    "full_like": lambda input, value, shape=None, dtype=None, layout=None: tl.full(
+        shape or input.shape, value, dtype or input.dtype.scalar
+    ),
     "convert_layout": lambda value, layout, assert_trivial=False: value,
     "set_auto_layout": lambda value, layout: value,
     "static_range": _like("static_range"),
