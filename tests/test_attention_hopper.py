@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import re
-import sys
-from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import aot
+import mutants
 import pytest
 import torch
 from torch import Tensor
 
-from fusedblock.interpret import ProtocolError, count_traffic, interpret
+from fusedblock.interpret import count_traffic, interpret
 from fusedblock.kernels import _lang, attention_hopper
 from fusedblock.kernels._target import TARGETS
 
@@ -113,44 +109,19 @@ def test_values_in_more_orders(causal: bool, seed: int):
     check(Case(256, 384, causal), seed)
 
 
-# ---- every statement that synchronises is needed -----------------------------------------------------------------------------
-
-SOURCE = Path(attention_hopper.__file__).read_text()
-SYNCHRONISES = ("mbarrier.", "bar_sync", "bar_arrive", "fence_async_shared", "tma_store_wait", "_take_turn", "_pass_turn")
 # They decide who goes first, and leave no barrier half full at the end: no result depends on them.
 FREE = {"_take_turn: bar_sync(8 + CID, 256)", "_producer: bar_sync(10 + c, 288)", "_producer: bar_sync(13 + c, 288)"}
 
 
-def statements() -> Iterator[tuple[str, int]]:
-    """(function and statement, line) of everything in the kernel that synchronises and has no result."""
-    for function in ast.parse(SOURCE).body:
-        for node in ast.walk(function) if isinstance(function, ast.FunctionDef) else ():
-            if isinstance(node, ast.Expr) and ast.unparse(node).startswith(SYNCHRONISES):
-                yield f"{function.name}: {ast.unparse(node)}", node.lineno
-
-
-@pytest.mark.parametrize("name, line", statements())
+@pytest.mark.parametrize("name, line", mutants.statements(attention_hopper))
 def test_a_kernel_without_one_of_its_synchronisations_fails(name: str, line: int, tmp_path: Path):
-    lines = SOURCE.splitlines()
-    lines[line - 1] = re.sub(r"\S.*", "pass", lines[line - 1])
-    path = tmp_path / "mutant.py"
-    path.write_text("\n".join(lines))
-    spec = importlib.util.spec_from_file_location(f"{attention_hopper.__name__}_{line}", path)
-    mutant = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = mutant
     case = Case(256, 256)
     q, k, v = case.inputs()
-    try:
-        spec.loader.exec_module(mutant)
-        with ExitStack() as stack:
-            if name not in FREE:
-                stack.enter_context(pytest.raises(ProtocolError))
-            for seed in range(6):  # the first will do for all but a lost turn, which decides only some orders
-                with interpret(replace(HOPPER, sms=1), seed=seed):
-                    out, _ = mutant.launch(q, k, v, case.causal, 0.125)
-                torch.testing.assert_close(out.double(), formula(case, q, k, v)[0], rtol=2e-2, atol=2e-2)
-    finally:
-        del sys.modules[spec.name]
+    with mutants.without(attention_hopper, line, tmp_path) as mutant, mutants.fails(name not in FREE):
+        for seed in range(6):  # the first will do for all but a lost turn, which decides only some orders
+            with interpret(replace(HOPPER, sms=1), seed=seed):
+                out, _ = mutant.launch(q, k, v, case.causal, 0.125)
+            torch.testing.assert_close(out.double(), formula(case, q, k, v)[0], rtol=2e-2, atol=2e-2)
 
 
 def test_traffic():
