@@ -18,13 +18,16 @@ from fusedblock.interpret import ProtocolError
 SYNCHRONISES = ("mbarrier.", "bar_sync", "bar_arrive", "fence_async_shared", "tma_store_wait", "_take_turn", "_pass_turn")
 
 
-def statements(module: ModuleType) -> Iterator[tuple[str, int]]:
+def statements(module: ModuleType) -> list[tuple[str, int]]:
     """("function: statement", line) of everything in a kernel's module that synchronises and has no result."""
     assert module.__file__ is not None
-    for function in ast.parse(Path(module.__file__).read_text()).body:
-        for node in ast.walk(function) if isinstance(function, ast.FunctionDef) else ():
-            if isinstance(node, ast.Expr) and ast.unparse(node).startswith(SYNCHRONISES):
-                yield f"{function.name}: {ast.unparse(node)}", node.lineno
+    functions = [f for f in ast.parse(Path(module.__file__).read_text()).body if isinstance(f, ast.FunctionDef)]
+    return [
+        (f"{function.name}: {ast.unparse(node)}", node.lineno)
+        for function in functions
+        for node in ast.walk(function)
+        if isinstance(node, ast.Expr) and ast.unparse(node).startswith(SYNCHRONISES)
+    ]
 
 
 @contextmanager
