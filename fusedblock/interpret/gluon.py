@@ -1,7 +1,9 @@
 """Gluon kernels on the CPU: their own source, on the model of a Hopper SM in machine.py.
 
 Arithmetic is triton.language's, as for other kernels; layouts are not looked at. What differs is here: shared memory, TMA,
-wgmma, barriers and partitions. One program runs after the other, so programs that wait for one another are not modelled.
+wgmma, barriers and partitions. One program runs after the other, so programs that wait for one another are not modelled; nor are
+clusters, cp.async, tensor memory, and the order of accesses to global memory inside a program (a TMA store writes at any time
+until the program ends).
 """
 
 from __future__ import annotations

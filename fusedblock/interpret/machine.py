@@ -22,6 +22,8 @@ import numpy as np
 from .shared import Access, Allocation, BarrierMisuse, Clock, Deadlock, MBarrier, NamedBarrier, ProtocolError, View, join
 
 SWITCH = 0.15  # chance that one who just had a turn gets a new priority
+
+
 class _Stopped(BaseException):
     """Ends the thread of a partition after another one has failed."""
 
