@@ -3,16 +3,19 @@
     out = softmax(scale * q @ k^T, context) @ v,    lse = log(sum(exp(scale * q @ k^T), context))
 
     q, out   batch seq heads head_dim          bf16 or fp16, head_dim 64 or 128
-    k, v     batch context kv_heads head_dim   heads is a multiple of kv_heads; context >= seq where causal
-    lse      batch heads seq                   natural log, fp32
+    k, v     batch context kv_heads head_dim   heads is a multiple of kv_heads; context >= seq where a window bounds it
+    sinks    heads                             None, or the logit of a further key whose value is 0, fp32
+    lse      batch heads seq                   natural log, fp32, with the sink
 
-causal: query i sees key j iff j <= i + context - seq. HBM, in elements: reads q, k, v, writes out and lse.
+Query i stands at p = i + context - seq and sees key j iff p - left <= j <= p + right; a negative one bounds nothing. HBM, in
+elements: reads q, k, v and sinks, writes out and lse.
 
 Roles: two consumers (warpgroups) of 64 query rows each and one producer warp. Programs stay on their SM and follow a column of
 a table of tiles, the longest first among heads whose k and v fit the L2. k and v come through rings of TMA copies; a copy fills
 with zeros past the end of a sequence and a store stops there, so lengths may be anything.
-Keys are visited right to left, so that the last blocks alone need a mask. In a consumer, Q K^T of block j is issued together
-with P V of block j-1, and PINGPONG passes a token between the consumers so that one's softmax runs under the other's products.
+Keys are visited right to left, so that the blocks at the edges alone need a mask. In a consumer, Q K^T of block j is issued
+together with P V of block j-1, and PINGPONG passes a token between the consumers so that one's softmax runs under the other's
+products.
 
 What made it fast on an H200 (2026-11, D=128 causal, each alone): row sums kept per thread to the end of a tile and no order
 imposed on the wait for P V, 7 to 8 %; ring slots given back by bar_arrive, which does not stop the warpgroup, 3 to 5 %; ping-pong
@@ -61,9 +64,9 @@ class Config:
     pingpong: bool
 
 
-def configure(head_dim: int, causal: bool) -> Config:
+def configure(head_dim: int, bounded: bool) -> Config:
     # H200, 2026-11-29: a third stage, three consumers and other orders of waiting gain nothing at either head_dim.
-    return Config(128, 2, 2, causal or head_dim == 64)
+    return Config(128, 2, 2, bounded or head_dim == 64)
 
 
 # ---- the kernel --------------------------------------------------------------------------------------------------------------
@@ -71,15 +74,19 @@ def configure(head_dim: int, causal: bool) -> Config:
 
 
 @gluon.jit
-def _tile(entry, row_tiles, heads, seq, context, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr):
-    """Batch, head, first row and blocks of keys of one entry of the table."""
+def _tile(entry, row_tiles, heads, context, low, high, BN: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """Batch, head, first row, first block of keys and number of blocks of one entry of the table. Row i sees keys i + low to
+    i + high."""
     bh = entry // row_tiles
-    row = (entry - bh * row_tiles) * BM
+    row = (entry - bh * row_tiles) * 128
     b = bh // heads
-    blocks = gl.cdiv(context, BN)
-    if CAUSAL:
-        blocks = gl.minimum(gl.cdiv(row + BM + context - seq, BN), blocks)
-    return b, bh - b * heads, row, blocks
+    begin = 0
+    end = gl.cdiv(context, BN)
+    if LEFT:
+        begin = gl.maximum(row + low, 0) // BN
+    if RIGHT:
+        end = gl.minimum(gl.cdiv(row + 128 + high, BN), end)
+    return b, bh - b * heads, row, begin, end - begin
 
 
 @gluon.jit
@@ -101,8 +108,8 @@ def _fill(x, corner, memory, full, stage, loaded, FREE: gl.constexpr):
 
 @gluon.jit
 def _producer(
-    q, k, v, table, q_s, k_s, v_s, q_full, q_empty, k_full, v_full, rounds, row_tiles, seq, context, heads, group,
-    BN: gl.constexpr, CAUSAL: gl.constexpr,
+    q, k, v, table, q_s, k_s, v_s, q_full, q_empty, k_full, v_full, rounds, row_tiles, context, heads, group, low, high,
+    BN: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
     K_STAGES: gl.constexpr = k_s.type.shape[0]
     V_STAGES: gl.constexpr = v_s.type.shape[0]
@@ -115,14 +122,14 @@ def _producer(
     for i in range(rounds):
         following = gl.load(table + (i + 1) * programs + gl.program_id(0))
         if entry >= 0:
-            b, h, row, blocks = _tile(entry, row_tiles, heads, seq, context, 128, BN, CAUSAL)
+            b, h, row, begin, blocks = _tile(entry, row_tiles, heads, context, low, high, BN, LEFT, RIGHT)
             for c in gl.static_range(2):
                 mbarrier.wait(q_empty.index(c), (tiles & 1) ^ 1)
                 mbarrier.expect(q_full.index(c), q.block_type.nbytes)
                 tma_load(q, [b, row + c * 64, h, 0], q_full.index(c), q_s.index(c))
             tiles += 1
             for j in range(blocks):
-                at = (blocks - 1 - j) * BN
+                at = (begin + blocks - 1 - j) * BN
                 _fill(k, [b, at, h // group, 0], k_s, k_full, k_stage, loaded, 10)
                 _fill(v, [b, at, h // group, 0], v_s, v_full, v_stage, loaded, 13)
                 loaded += 1
@@ -139,15 +146,17 @@ def _producer(
 
 
 @gluon.jit
-def _masked(s, row, n, seq, context, BN: gl.constexpr, CAUSAL: gl.constexpr):
+def _masked(s, row, n, context, low, high, BN: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
     """Logits of rows from `row` on and of block n of keys, -inf where a row does not see the key."""
     layout: gl.constexpr = s.type.layout
     cols = n * BN + gl.arange(0, BN, gl.SliceLayout(0, layout))
-    if CAUSAL:
-        last = row + gl.arange(0, 64, gl.SliceLayout(1, layout)) + (context - seq)
-        s = gl.where(cols[None, :] <= last[:, None], s, float("-inf"))
-    else:
+    rows = row + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    if RIGHT:
+        s = gl.where(cols[None, :] <= (rows + high)[:, None], s, float("-inf"))
+    if RIGHT != 1:
         s = gl.where(cols[None, :] < context, s, float("-inf"))
+    if LEFT:
+        s = gl.where(cols[None, :] >= (rows + low)[:, None], s, float("-inf"))
     return s
 
 
@@ -171,10 +180,12 @@ def _pass_turn(CID: gl.constexpr, PINGPONG: gl.constexpr):
 
 @gluon.jit
 def _consumer(
-    CID: gl.constexpr, out, lse, table, q_s, k_s, v_s, out_s, q_full, q_empty, k_full, v_full, rounds, row_tiles, seq, context,
-    heads, scale, D: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr, EDGES: gl.constexpr, PINGPONG: gl.constexpr,
+    CID: gl.constexpr, out, lse, table, sinks, q_s, k_s, v_s, out_s, q_full, q_empty, k_full, v_full, rounds, row_tiles, seq,
+    context, heads, low, high, scale, D: gl.constexpr, BN: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    EDGES: gl.constexpr, PINGPONG: gl.constexpr,
 ):  # fmt: skip
-    """scale: of base-2 logits."""
+    """scale: of base-2 logits. EDGES: blocks from the right that need a mask, with LEFT besides those that reach past `low`.
+    RIGHT: 0 without a bound, 1 with one inside the context, 2 where it may lie outside."""
     K_STAGES: gl.constexpr = k_s.type.shape[0]
     V_STAGES: gl.constexpr = v_s.type.shape[0]
     dtype: gl.constexpr = q_s.dtype
@@ -197,7 +208,10 @@ def _consumer(
     for i in range(rounds):
         following = gl.load(table + (i + 1) * programs + gl.program_id(0))
         if entry >= 0:
-            b, h, row, blocks = _tile(entry, row_tiles, heads, seq, context, 128, BN, CAUSAL)
+            b, h, row, begin, blocks = _tile(entry, row_tiles, heads, context, low, high, BN, LEFT, RIGHT)
+            inner = 0  # blocks from this one on lie above `low` of every row
+            if LEFT:
+                inner = gl.minimum(gl.cdiv(gl.maximum(row + 127 + low, 0), BN) - begin, blocks)
             row += CID * 64
             mbarrier.wait(q_full.index(CID), tiles & 1)
             mbarrier.wait(k_full.index(k_stage), k_phase)
@@ -208,21 +222,25 @@ def _consumer(
             s = warpgroup_mma_wait(0, deps=(flying,))
             bar_arrive(10 + k_stage, 288)
             k_stage, k_phase = _next(k_stage, k_phase, K_STAGES)
-            if EDGES > 0:
-                s = _masked(s, row, blocks - 1, seq, context, BN, CAUSAL)
+            if EDGES > 0 or LEFT:
+                s = _masked(s, row, begin + blocks - 1, context, low, high, BN, LEFT, RIGHT)
             m = gl.max(s, 1) * scale
-            if EDGES > 1:
+            if EDGES > 1 or LEFT:
                 m = gl.maximum(m, -1.0e30)  # rows that see nothing of this block
             p = gl.exp2(s * scale - m[:, None])
             l = _own_sum(p, BN)
             pt = gl.convert_layout(p.to(dtype), p_layout)
             acc = gl.zeros([64, D], gl.float32, acc_layout)
             done = 1
-            # A loop of its own for the other block that needs a mask: a branch in the main loop would end its basic block, and
+            # Loops of their own for other blocks that need a mask: a branch in the main loop would end its basic block, and
             # ptxas would wait for P V before the exponentials.
-            for part in gl.static_range(2):
-                if EDGES > 1 or part == 1:
-                    end = gl.minimum(blocks, EDGES) if part == 0 else blocks
+            for part in gl.static_range(3):
+                if part == 1 or (EDGES > 1 if part == 0 else LEFT):
+                    end = blocks
+                    if part == 0:
+                        end = gl.minimum(blocks, EDGES)
+                    if LEFT and part == 1:
+                        end = gl.maximum(blocks - inner, done)
                     for j in range(done, end):
                         mbarrier.wait(k_full.index(k_stage), k_phase)
                         _take_turn(CID, PINGPONG)
@@ -234,8 +252,8 @@ def _consumer(
                         s = warpgroup_mma_wait(1, deps=(flying,))
                         bar_arrive(10 + k_stage, 288)
                         k_stage, k_phase = _next(k_stage, k_phase, K_STAGES)
-                        if part == 0:
-                            s = _masked(s, row, blocks - 1 - j, seq, context, BN, CAUSAL)
+                        if part != 1:
+                            s = _masked(s, row, begin + blocks - 1 - j, context, low, high, BN, LEFT, RIGHT)
                         new = gl.maximum(m, gl.max(s, 1) * scale)
                         shrink = gl.exp2(m - new)
                         p = gl.exp2(s * scale - new[:, None])
@@ -252,6 +270,13 @@ def _consumer(
             flying_acc = warpgroup_mma(pt, v_s.index(v_stage).reshape([BN, D]), acc, is_async=True)
             total = gl.convert_layout(gl.sum(l, 1), s_rows)
             inverse = 1.0 / total
+            if sinks is not None:
+                sink = gl.load(sinks + h) * 1.4426950408889634
+                new = gl.maximum(m, sink)
+                shrink = gl.exp2(m - new)
+                total = total * shrink + gl.exp2(sink - new)
+                inverse = shrink / total
+                m = new
             logs = (m + gl.log2(total)) * 0.6931471805599453
             acc = warpgroup_mma_wait(0, deps=(flying_acc,))
             bar_arrive(13 + v_stage, 288)
@@ -268,10 +293,10 @@ def _consumer(
     tma_store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["rounds", "row_tiles", "seq", "context", "heads", "group"])
+@gluon.jit(do_not_specialize=["rounds", "row_tiles", "seq", "context", "heads", "group", "low", "high"])
 def _forward_kernel(
-    q, k, v, out, lse, table, scale, rounds, row_tiles, seq, context, heads, group,
-    D: gl.constexpr, BN: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    q, k, v, out, lse, table, sinks, scale, rounds, row_tiles, seq, context, heads, group, low, high,
+    D: gl.constexpr, BN: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
     EDGES: gl.constexpr, PINGPONG: gl.constexpr,
 ):  # fmt: skip
     q_s = gl.allocate_shared_memory(q.dtype, [2, 1, 64, 1, D], q.layout)
@@ -284,12 +309,12 @@ def _forward_kernel(
     v_full = allocate_barriers(V_STAGES, 1)
     gl.warp_specialize(
         [
-            (_consumer, (0, out, lse, table, q_s, k_s, v_s, out_s, q_full, q_empty, k_full, v_full, rounds, row_tiles, seq,
-                         context, heads, scale, D, BN, CAUSAL, EDGES, PINGPONG)),
-            (_consumer, (1, out, lse, table, q_s, k_s, v_s, out_s, q_full, q_empty, k_full, v_full, rounds, row_tiles, seq,
-                         context, heads, scale, D, BN, CAUSAL, EDGES, PINGPONG)),
-            (_producer, (q, k, v, table, q_s, k_s, v_s, q_full, q_empty, k_full, v_full, rounds, row_tiles, seq, context,
-                         heads, group, BN, CAUSAL)),
+            (_consumer, (0, out, lse, table, sinks, q_s, k_s, v_s, out_s, q_full, q_empty, k_full, v_full, rounds, row_tiles,
+                         seq, context, heads, low, high, scale, D, BN, LEFT, RIGHT, EDGES, PINGPONG)),
+            (_consumer, (1, out, lse, table, sinks, q_s, k_s, v_s, out_s, q_full, q_empty, k_full, v_full, rounds, row_tiles,
+                         seq, context, heads, low, high, scale, D, BN, LEFT, RIGHT, EDGES, PINGPONG)),
+            (_producer, (q, k, v, table, q_s, k_s, v_s, q_full, q_empty, k_full, v_full, rounds, row_tiles, context, heads,
+                         group, low, high, BN, LEFT, RIGHT)),
         ],
         [4, 1],
         [240, 24],
@@ -322,7 +347,7 @@ def schedule(
     return torch.tensor(rows, dtype=torch.int32, device=device)
 
 
-def refusal(q: Tensor, k: Tensor, v: Tensor, causal: bool, target: Target) -> str:
+def refusal(q: Tensor, k: Tensor, v: Tensor, left: int, right: int, target: Target) -> str:
     """Why this kernel cannot take these arguments on target, or "" where it can."""
     if target.capability != 90:
         return f"{target.name} is not sm_90"
@@ -330,36 +355,41 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, causal: bool, target: Target) -> st
         return f"q is {q.dtype}, not bfloat16 or float16"
     if q.shape[-1] not in (64, 128) or v.shape[-1] != q.shape[-1]:
         return f"head_dim={q.shape[-1]} and v_dim={v.shape[-1]}, not both 64 or both 128"
-    if causal and k.shape[1] < q.shape[1]:
-        return f"context={k.shape[1]} is shorter than seq={q.shape[1]}"
+    if max(left, right) >= 0 and k.shape[1] < q.shape[1]:
+        return f"context={k.shape[1]} is shorter than seq={q.shape[1]}, so that a window leaves rows nothing"
     return ""
 
 
-def launch(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def launch(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, left: int, right: int, scale: float
+) -> tuple[Tensor, Tensor]:
     """out and lse. q, k, v: what refusal() lets pass, not empty, with rows that TMA takes (_launch.tma_ready)."""
     batch, seq, heads, head_dim = q.shape
     context, kv_heads = k.shape[1:3]
     group = heads // kv_heads
     target = target_of(q.device)
-    config = configure(head_dim, causal)
+    config = configure(head_dim, right >= 0)
     bn = config.block_n
     row_tiles = cdiv(seq, BLOCK_M)
     offset = context - seq
-    ends = (min(context, (tile + 1) * BLOCK_M + offset) if causal else context for tile in range(row_tiles))
-    steps = tuple(cdiv(end, bn) for end in ends)
+    steps = []
+    for first in range(offset, offset + seq, BLOCK_M):
+        begin = max(first - left, 0) // bn if left >= 0 else 0
+        steps.append(cdiv(min(context, first + BLOCK_M + right) if right >= 0 else context, bn) - begin)
     near = max(1, target.l2_bytes // 3 // (context * head_dim * 2 * q.element_size()))  # kv heads that share a third of the L2
     programs = min(target.sms, row_tiles * batch * heads)
     # Blocks from the right that some row of a tile does not see all of.
-    edges = (1 if offset % bn == 0 else 2) if causal else int(context % bn > 0)
+    edges = (1 if (offset + right) % bn == 0 else 2) if right >= 0 else int(context % bn > 0)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, seq, dtype=torch.float32, device=q.device)
     with on_device(q):
-        table = schedule(row_tiles, batch * heads, min(near, batch * kv_heads) * group, programs, steps, q.device)
+        table = schedule(row_tiles, batch * heads, min(near, batch * kv_heads) * group, programs, tuple(steps), q.device)
         blocks = [descriptor(t, [1, n, 1, head_dim]) for t, n in ((q, ROWS), (k, bn), (v, bn), (out, ROWS))]
         _launch(
             _forward_kernel, (programs,),
-            (*blocks, lse, table, scale * LOG2E, table.shape[0] - 1, row_tiles, seq, context, heads, group),
-            {"D": head_dim, "BN": bn, "K_STAGES": config.k_stages, "V_STAGES": config.v_stages, "CAUSAL": causal,
-             "EDGES": edges, "PINGPONG": config.pingpong, "num_warps": 4, "maxnreg": 168},
+            (*blocks, lse, table, sinks, scale * LOG2E, table.shape[0] - 1, row_tiles, seq, context, heads, group,
+             offset - left, offset + right),
+            {"D": head_dim, "BN": bn, "K_STAGES": config.k_stages, "V_STAGES": config.v_stages, "LEFT": left >= 0,
+             "RIGHT": min(right + 1, 2), "EDGES": edges, "PINGPONG": config.pingpong, "num_warps": 4, "maxnreg": 168},
         )  # fmt: skip
     return out, lse

@@ -31,11 +31,18 @@ class Case:
     batch: int = 1
     heads: int = 2
     kv_heads: int = 1
+    window: tuple[int, int] | None = None  # left and right, instead of causal
+    sinks: bool = False
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        return self.window or (-1, 0 if self.causal else -1)
 
     def __str__(self) -> str:
-        causal = "causal" if self.causal else "full"
-        name = f"{self.seq}x{self.context}-{causal}-d{self.head_dim}-{str(self.dtype)[6:]}"
-        return f"{name}-b{self.batch}h{self.heads}kv{self.kv_heads}"
+        left, right = self.bounds
+        seen = f"{left},{right}" if self.window else "causal" if self.causal else "full"
+        name = f"{self.seq}x{self.context}-{seen}-d{self.head_dim}-{str(self.dtype)[6:]}"
+        return f"{name}-b{self.batch}h{self.heads}kv{self.kv_heads}{'-sinks' * self.sinks}"
 
     def inputs(self, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v as slices of one tensor per sequence length, as a fused projection leaves them."""
@@ -51,27 +58,37 @@ class Case:
         keys, values = draw(self.context, q + kv)[..., q:].unflatten(-1, (2, self.kv_heads, self.head_dim)).unbind(2)
         return rows, keys, values
 
+    def sink_logits(self, device: str = "cpu") -> Tensor | None:
+        return torch.linspace(-1, 3, self.heads, device=device) if self.sinks else None
+
 
 def formula(case: Case, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out and lse in float64, head by head."""
     out = torch.empty(q.shape, dtype=torch.float64)
     lse = torch.empty(case.batch, case.heads, case.seq, dtype=torch.float64)
+    left, right = case.bounds
     for b in range(case.batch):
         for h in range(case.heads):
             kv = h // (case.heads // case.kv_heads)
             s = q[b, :, h].double() @ k[b, :, kv].double().T * case.head_dim**-0.5
-            for i in range(case.seq if case.causal else 0):
-                s[i, i + case.context - case.seq + 1 :] = -torch.inf
-            out[b, :, h] = torch.softmax(s, -1) @ v[b, :, kv].double()
+            for i in range(case.seq):
+                place = i + case.context - case.seq
+                if right >= 0:
+                    s[i, place + right + 1 :] = -torch.inf
+                if left >= 0:
+                    s[i, : max(0, place - left)] = -torch.inf
+            if case.sinks:
+                s = torch.cat([s, case.sink_logits()[h].double().expand(case.seq, 1)], 1)
+            out[b, :, h] = torch.softmax(s, -1)[:, : case.context] @ v[b, :, kv].double()
             lse[b, h] = torch.logsumexp(s, -1)
     return out, lse
 
 
 def check(case: Case, seed: int) -> None:
     q, k, v = case.inputs()
-    assert attention_hopper.refusal(q, k, v, case.causal, FEW) == ""
+    assert attention_hopper.refusal(q, k, v, *case.bounds, FEW) == ""
     with interpret(FEW, seed=seed):
-        out, lse = attention_hopper.launch(q, k, v, case.causal, case.head_dim**-0.5)
+        out, lse = attention_hopper.launch(q, k, v, case.sink_logits(), *case.bounds, case.head_dim**-0.5)
     expected, expected_lse = formula(case, q, k, v)
     assert (out.dtype, out.shape) == (case.dtype, q.shape)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=2e-5)
@@ -94,6 +111,18 @@ CASES = [
     Case(1, 1, batch=2),
     Case(1, 257),
     Case(129, 1, causal=False),
+    Case(300, 300, sinks=True),
+    Case(300, 170, causal=False, sinks=True, head_dim=128),
+    Case(512, 512, window=(127, 0), sinks=True),
+    Case(512, 512, window=(128, 0), head_dim=128),
+    Case(384, 500, window=(100, 0), dtype=FP16),
+    Case(384, 500, window=(10, 7), sinks=True, head_dim=128),
+    Case(200, 500, window=(300, -1), sinks=True),
+    Case(300, 300, window=(-1, 50), dtype=FP16),
+    Case(300, 300, window=(-1, 128)),
+    Case(300, 700, window=(0, 0)),
+    Case(130, 700, window=(260, 140), sinks=True),
+    Case(256, 256, window=(1000, 1000)),
 ]
 
 
@@ -120,7 +149,7 @@ def test_a_kernel_without_one_of_its_synchronisations_fails(name: str, line: int
     with mutants.without(attention_hopper, line, tmp_path) as mutant, mutants.fails(name not in FREE):
         for seed in range(6):  # the first will do for all but a lost turn, which decides only some orders
             with interpret(replace(HOPPER, sms=1), seed=seed):
-                out, _ = mutant.launch(q, k, v, case.causal, 0.125)
+                out, _ = mutant.launch(q, k, v, None, *case.bounds, 0.125)
             torch.testing.assert_close(out.double(), formula(case, q, k, v)[0], rtol=2e-2, atol=2e-2)
 
 
@@ -128,7 +157,7 @@ def test_traffic():
     case = Case(256, 256, causal=False, heads=2, kv_heads=1)
     q, k, v = (t.contiguous() for t in case.inputs())
     with count_traffic(FEW) as traffic:
-        attention_hopper.launch(q, k, v, case.causal, 0.125)
+        attention_hopper.launch(q, k, v, None, *case.bounds, 0.125)
     (launch,) = traffic.launches
     assert launch.argument("q").issued_read_bytes == q.nbytes
     for name in "kv":
@@ -162,11 +191,11 @@ def test_schedule(sizes: tuple[int, ...]):
     ({"target": TARGETS["sm_100"]}, "sm_100 is not sm_90"),
     ({"dtype": torch.float32}, "q is torch.float32, not bfloat16 or float16"),
     ({"head_dim": 96}, "head_dim=96 and v_dim=96, not both 64 or both 128"),
-    ({"context": 100}, "context=100 is shorter than seq=128"),
+    ({"context": 100}, "context=100 is shorter than seq=128, so that a window leaves rows nothing"),
 ])  # fmt: skip
 def test_refusals(change: dict, message: str):
     target = change.pop("target", HOPPER)
-    assert attention_hopper.refusal(*replace(Case(128, 128), **change).inputs(), True, target) == message
+    assert attention_hopper.refusal(*replace(Case(128, 128), **change).inputs(), -1, 0, target) == message
 
 
 # ---- what the compiler makes of it ---------------------------------------------------------------------------------------------
@@ -174,7 +203,7 @@ def test_refusals(change: dict, message: str):
 
 def compiled(case: Case):
     with aot.compile_only(HOPPER) as kernels:
-        attention_hopper.launch(*case.inputs("meta"), case.causal, case.head_dim**-0.5)
+        attention_hopper.launch(*case.inputs("meta"), case.sink_logits("meta"), *case.bounds, case.head_dim**-0.5)
     (kernel,) = kernels
     # The ptxas of 3.9 spills two registers where a second block of keys needs a mask.
     assert aot.problems(kernels, HOPPER, wgmma=True, max_spill_bytes=0 if _lang.VERSION == (3, 6) else 8) == []
@@ -188,6 +217,7 @@ AOT_CASES = [
         (BF16, 128, False, 4096), (FP16, 128, False, 5000),
     )
 ]  # fmt: skip
+AOT_CASES += [Case(8192, 8192, head_dim=head_dim, heads=64, kv_heads=8, window=(127, 0), sinks=True) for head_dim in (64, 128)]
 
 
 @pytest.mark.parametrize("case", AOT_CASES, ids=str)
@@ -200,7 +230,7 @@ def test_machine_code(case: Case):
         pytest.skip("triton brings no disassembler here")
     assert all(re.search(rf"\b{name}\b", code) for name in ("HGMMA", "USETMAXREG", "UTMALDG", "UTMASTG"))
     assert not re.search(r"\bHMMA\b", code)
-    if used.spill_bytes == 0:
+    if _lang.VERSION == (3, 6):
         assert not re.search(r"\b(LDL|STL)\b", code)
 
 
@@ -211,8 +241,9 @@ def test_order_in_the_main_loops(case: Case):
     if code is None:
         pytest.skip("triton brings no disassembler here")
     loops = [block for block in re.split(r"^\.L_x_\d+:", code, flags=re.MULTILINE) if "gsb0, 0x1" in block]
-    # One for each consumer, and one more where a second block of keys needs a mask.
-    assert len(loops) == (4 if case.causal and (case.context - case.seq) % 128 else 2)
+    # One for each consumer, and one more where a second block of keys needs a mask, and where a window ends on the left.
+    left, right = case.bounds
+    assert len(loops) == 2 * (1 + (right >= 0 and (case.context - case.seq + right) % 128 > 0) + (left >= 0))
     for loop in loops:
         marks = re.findall(r"HGMMA|MUFU\.EX2|gsb0, 0x[01]", loop)
         scores, values = marks.index("gsb0, 0x1"), marks.index("gsb0, 0x0")
