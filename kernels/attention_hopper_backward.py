@@ -157,10 +157,10 @@ def _seen(last, CAUSAL: gl.constexpr, layout: gl.constexpr):
 @gluon.jit
 def _consumer(
     CID: gl.constexpr, grad_k, grad_v, q_s, k_s, v_s, g_s, stats_s, ds_s, dq_s, kv_full, q_full, g_full, empty, dq_full, dq_empty,
-    sums, kv, key, first, blocks, masked, seq, context, TILES, KV_HEADS, GROUP, scale, scale2,
+    sums, kv, key, first, blocks, seq, context, TILES, KV_HEADS, GROUP, scale, scale2,
     D: gl.constexpr, CAUSAL: gl.constexpr, DIRECT: gl.constexpr,
 ):  # fmt: skip
-    """masked: query tiles before it need a mask. DIRECT: add grad_q to memory from registers."""
+    """DIRECT: add grad_q to memory from registers."""
     STAGES: gl.constexpr = q_s.type.shape[0]
     HALF: gl.constexpr = D // 2
     dtype: gl.constexpr = q_s.dtype
@@ -176,7 +176,9 @@ def _consumer(
     key += CID * 64
     dk = gl.zeros([64, D], gl.float32, acc_layout)
     dv = gl.zeros([64, D], gl.float32, acc_layout)
-    last = context - 1 - key  # without causal the key that all see, with it the one that query 0 sees
+    # The last of these keys that all queries see, or with causal query 0, to which those past the end of the context are no
+    # matter: no query of the sequence sees them.
+    last = context - 1 - key
     if CAUSAL:
         last -= seq - 1
     zero = gl.zeros([64, 64], gl.float32, s_layout)
@@ -194,11 +196,11 @@ def _consumer(
         mbarrier.wait(g_full.index(stage), (i // STAGES) & 1)
         flying_dp = warpgroup_mma(v, gt.permute((1, 0)), zero, use_acc=False, is_async=True)
         if DIRECT:
-            if m < masked:
+            if (last + m * 64 if CAUSAL else last) < 63:
                 s = gl.where(_seen(last + m * 64 if CAUSAL else last, CAUSAL, s_layout), s, float("-inf"))
         p = gl.exp2(s * scale2 - stats_s.index(stage).slice(0, 64).load(columns)[None, :])
         if not DIRECT:
-            if m < masked:
+            if (last + m * 64 if CAUSAL else last) < 63:
                 p = gl.where(_seen(last + m * 64 if CAUSAL else last, CAUSAL, s_layout), p, 0.0)
         flying_dv = warpgroup_mma(gl.convert_layout(p.to(dtype), p_layout), gt, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=(flying_dp,))
@@ -245,10 +247,10 @@ def _consumer(
     tma_store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["seq", "context", "TILES", "KEY_TILES", "KV_HEADS", "GROUP", "CHUNK", "KV", "never"])
+@gluon.jit(do_not_specialize=["seq", "context", "TILES", "KEY_TILES", "KV_HEADS", "GROUP", "CHUNK", "KV"])
 def _products_kernel(
     q, k, v, grad_out, stats, sums_by_tma, grad_k, grad_v, sums, scale, scale2, seq, context, TILES, KEY_TILES, KV_HEADS, GROUP,
-    CHUNK, KV, never, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, DIRECT: gl.constexpr,
+    CHUNK, KV, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, DIRECT: gl.constexpr,
 ):  # fmt: skip
     q_s = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 64, 1, D], q.layout)
     k_s = gl.allocate_shared_memory(k.dtype, [2, 1, 64, 1, D], k.layout)
@@ -274,21 +276,18 @@ def _products_kernel(
     if CAUSAL:
         first = gl.maximum(key - (context - seq), 0) // 64
         blocks = GROUP * (TILES - first)
-        # Keys past the context are seen by no query of the sequence, and others have p = 0.
-        masked = gl.cdiv(gl.maximum(key + 127 - (context - seq), 0), 64)
     else:
         first = (2 * n) % TILES
         blocks = GROUP * TILES
-        masked = gl.where(key + 128 > context, TILES, never)  # never is -1, which the compiler does not know
     if DIRECT:
         gl.warp_specialize(
             [
                 (_consumer, (0, grad_k, grad_v, q_s, k_s, v_s, g_s, stats_s, ds_s, dq_s, kv_full, q_full, g_full, empty, dq_full,
-                             dq_empty, sums, kv, key, first, blocks, masked, seq, context, TILES, KV_HEADS, GROUP, scale,
-                             scale2, D, CAUSAL, DIRECT)),
+                             dq_empty, sums, kv, key, first, blocks, seq, context, TILES, KV_HEADS, GROUP, scale, scale2,
+                             D, CAUSAL, DIRECT)),
                 (_consumer, (1, grad_k, grad_v, q_s, k_s, v_s, g_s, stats_s, ds_s, dq_s, kv_full, q_full, g_full, empty, dq_full,
-                             dq_empty, sums, kv, key, first, blocks, masked, seq, context, TILES, KV_HEADS, GROUP, scale,
-                             scale2, D, CAUSAL, DIRECT)),
+                             dq_empty, sums, kv, key, first, blocks, seq, context, TILES, KV_HEADS, GROUP, scale, scale2,
+                             D, CAUSAL, DIRECT)),
                 (_producer, (q, k, v, grad_out, stats, q_s, k_s, v_s, g_s, stats_s, kv_full, q_full, g_full, empty, kv, key,
                              first, blocks, TILES, KV_HEADS, GROUP, CAUSAL)),
             ],
@@ -299,11 +298,11 @@ def _products_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (0, grad_k, grad_v, q_s, k_s, v_s, g_s, stats_s, ds_s, dq_s, kv_full, q_full, g_full, empty, dq_full,
-                             dq_empty, sums, kv, key, first, blocks, masked, seq, context, TILES, KV_HEADS, GROUP, scale,
-                             scale2, D, CAUSAL, DIRECT)),
+                             dq_empty, sums, kv, key, first, blocks, seq, context, TILES, KV_HEADS, GROUP, scale, scale2,
+                             D, CAUSAL, DIRECT)),
                 (_consumer, (1, grad_k, grad_v, q_s, k_s, v_s, g_s, stats_s, ds_s, dq_s, kv_full, q_full, g_full, empty, dq_full,
-                             dq_empty, sums, kv, key, first, blocks, masked, seq, context, TILES, KV_HEADS, GROUP, scale,
-                             scale2, D, CAUSAL, DIRECT)),
+                             dq_empty, sums, kv, key, first, blocks, seq, context, TILES, KV_HEADS, GROUP, scale, scale2,
+                             D, CAUSAL, DIRECT)),
                 (_producer, (q, k, v, grad_out, stats, q_s, k_s, v_s, g_s, stats_s, kv_full, q_full, g_full, empty, kv, key,
                              first, blocks, TILES, KV_HEADS, GROUP, CAUSAL)),
                 (_adder, (sums_by_tma, dq_s, dq_full, dq_empty, kv, first, blocks, TILES, GROUP, CAUSAL)),
@@ -340,7 +339,7 @@ def launch(
         _launch(
             _products_kernel, (batch * kv_heads * key_tiles,),
             (*loads, *flat, *stores, sums, scale, scale * LOG2E, seq, context, tiles, key_tiles, kv_heads, heads // kv_heads,
-             chunk, batch * kv_heads, -1),
+             chunk, batch * kv_heads),
             {"STAGES": STAGES, "CAUSAL": causal, "DIRECT": direct, **options, "maxnreg": 168},
         )  # fmt: skip
         _launch(_finish_kernel, (every,), (sums, grads[0], scale, *shape), options)

@@ -14,7 +14,7 @@ from fusedblock.kernels import _gluon, _lang
 ROOT = Path(__file__).resolve().parent.parent
 
 KERNEL = """
-from fusedblock.kernels import _gluon
+from fusedblock.kernels import _gluon, attention_hopper, attention_hopper_backward
 from fusedblock.kernels._gluon import *
 from fusedblock.kernels._gluon import gl, gluon, mbarrier, tma_load, warpgroup_mma, bar_sync, allocate_barriers, descriptor
 
