@@ -14,7 +14,7 @@ from ._attention_tiles import LOG2E, MAP_BLOCK, block_lists
 from ._lang import cdiv, next_power_of_2, tl
 from ._launch import contiguous_last, tma_ready
 from ._spec import Args, ShapeError, Sizes
-from ._target import Target
+from ._target import Target, target_of
 
 # Arguments of the ops in order, and their axes. Packed sequences: batch is 1, seq all tokens. k_batch: batch, or pages.
 READS = {
@@ -68,6 +68,23 @@ def refuse_together(name: str, args: Args) -> None:
             raise ValueError(f"{name}: {one} and {other} are both given; {why}")
 
 
+def check_target(name: str, q: Tensor, v_dim: int, backward: bool = False) -> None:
+    """Raises ValueError for a dtype that the GPU of q has not, and for rows that do not fit its shared memory."""
+    width = max(q.shape[-1], v_dim)
+    if q.dtype is not _spec.FP8 and (q.dtype is not torch.float32 or width < 512):
+        return
+    target = target_of(q.device)
+    if q.dtype is _spec.FP8:
+        if 0 < target.capability < 89:
+            raise ValueError(f"{name}: q on {q.device} has dtype {q.dtype}, which {target.name} has not; expected sm_89 or newer")
+        return
+    least = 192 if backward else 104 if width > 512 else 96  # KB that the smallest tiles take there
+    if target.backend == "cuda" and target.smem_bytes < least * 1024:
+        what = f"head_dim={q.shape[-1]} and v_dim={v_dim} in {q.dtype} take {least} KB of shared memory"
+        what += " in the backward" if backward else ""
+        raise ValueError(f"{name}: {what}, but {target.name} (q is on {q.device}) has {target.smem_bytes // 1024}")
+
+
 def check(name: str, sizes: Sizes, args: Args) -> dict[str, int]:
     """Everything about attention arguments that their axes alone do not say."""
     heads, kv_heads = sizes["heads"], sizes["kv_heads"]
@@ -78,6 +95,7 @@ def check(name: str, sizes: Sizes, args: Args) -> dict[str, int]:
         raise ValueError(f"{name}: head_dim={head_dim} of q and k, expected a multiple of 8 from 8 to 256, 512 or 576")
     if (not 8 <= v_dim <= 256 or v_dim % 8) and v_dim != 512:
         raise ValueError(f"{name}: v_dim={v_dim} of v, expected a multiple of 8 from 8 to 256 or 512")
+    check_target(name, args["q"], v_dim)
     if not (args["scale"] > 0 and math.isfinite(args["scale"])):
         raise ValueError(f"{name}: scale={args['scale']}, expected a positive finite number")
     if not (args["softcap"] >= 0 and math.isfinite(args["softcap"])):

@@ -52,7 +52,7 @@ def check(case: Case, target: str | Target = "sm_90") -> None:
 # ---- every option ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target", [TARGETS["sm_80"], replace(H100, sms=1)], ids=["split", "one split"])
+@pytest.mark.parametrize("target", [TARGETS["sm_89"], replace(H100, sms=1)], ids=["split", "one split"])
 def test_every_option(target: Target) -> None:
     for case in taken(attention_cases.alone(**SMALL)):
         check(case, target)
@@ -73,7 +73,7 @@ TOGETHER = [
 
 
 @pytest.mark.parametrize("options", TOGETHER, ids=lambda o: "-".join(o))
-@pytest.mark.parametrize("target", ["sm_90", "sm_86", "gfx942"])
+@pytest.mark.parametrize("target", ["sm_90", "sm_89", "gfx942"])
 def test_options_together(target: str, options: dict[str, Any]) -> None:
     check(forward(Case(**{**SMALL, **options})), target)
 

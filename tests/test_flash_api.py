@@ -153,7 +153,7 @@ PACKED = Case(layout="packed").inputs()
         (PACKED, {"dropout_p": 1.0}, "flash_attn_varlen_func: dropout_p=1.0"),
         (PACKED, {"max_seqlen_q": 39}, "flash_attn_varlen_func: max_seqlen_q=39.*40"),
         (PACKED, {"max_seqlen_k": 39}, "flash_attn_varlen_func: max_seqlen_k=39.*40"),
-        (PACKED, {"window_size": (1, 2, 3)}, r"window=\(1, 2, 3\)"),
+        (PACKED, {"window_size": (1, 2, 3)}, r"flash_attn_varlen_func: window_size=\(1, 2, 3\)"),
         (PACKED, {"cu_seqlens_q": torch.tensor([0, 9, 8, 10, 11, 12, 13], dtype=torch.int32)}, "cu_seqlens_q=.*never decrease"),
         (PAGED, {"q": PAGED.q.clone().requires_grad_()}, "block_table is given, but gradients"),
         (PAGED, {"block_table": PAGED.options["block_table"].long()}, "block_table has dtype torch.int64"),
