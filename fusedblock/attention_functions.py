@@ -137,8 +137,8 @@ def attention(
     Returns out `batch seq heads v_dim` (or `tokens heads v_dim`), with return_lse also the natural log-sum-exp
     `batch heads seq` (or `heads tokens`) in fp32, of sinks too, without gradient. A row that may attend to nothing gives 0 and
     lse -inf (the sink), and gradients 0. NaN in keys and values that are hidden from every query (padding, unused slots and
-    pages) does not spread; a key that some query attends must be finite for its neighbours too, from which it is hidden:
-    queries are computed many at a time, and 0 times NaN is NaN.
+    pages) does not spread. NaN in a key that some query attends may also reach queries from which it is hidden (causal, a
+    window, a mask): many are computed together, and 0 times NaN is NaN.
 
     Raises TypeError, ShapeError or ValueError before any launch, naming the argument and both values, for what is no such
     thing, contradicts itself, or has no kernel (on this GPU). Values of tensors on a GPU are read only under
