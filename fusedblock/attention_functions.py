@@ -126,7 +126,8 @@ def attention(
     Which logits:
         scale         head_dim**-0.5 unless given
         softcap       softcap * tanh(logits / softcap); 0: none
-        alibi_slopes  fp32 `heads` or `batch heads`: minus slope times the distance (arXiv 2108.12409)
+        alibi_slopes  fp32 `heads`, or `batch heads` (packed: `sequences heads`): minus slope times the distance
+                      (arXiv 2108.12409)
         bias          floating `1|batch 1|heads 1|seq 1|context`, added; has a gradient. It is a number, not a mask: beyond
                       2e38 it overflows
         sinks         floating `heads`: the logit of one more key of value 0 (arXiv 2309.17453); has a gradient
@@ -207,7 +208,7 @@ def flash_attn_varlen_func(
 
     q `tokens heads head_dim`, k and v `key_tokens kv_heads head_dim`, bounded by cu_seqlens int32 `sequences+1`; with
     block_table int32 `sequences max_pages`, k and v are `pages page_size kv_heads head_dim`, forward only, and cu_seqlens_k
-    says how many keys each sequence has. alibi_slopes fp32 `heads`. The rest as in flash_attn_func;
+    says how many keys each sequence has. alibi_slopes fp32 `heads` or `sequences heads`. The rest as in flash_attn_func;
     softmax_lse is `heads tokens`, S_dmask `sequences heads max_seqlen_q max_seqlen_k`. max_seqlen_q and max_seqlen_k may be
     tensors of one whole number, which are waited for.
 
@@ -300,11 +301,6 @@ def _call(
         k, v = (k, v) if paged else (k[None], v[None])
     if alibi_slopes is not None and alibi_slopes.dim() == 1:
         alibi_slopes = alibi_slopes[None]
-    if alibi_slopes is not None and packed and alibi_slopes.shape[:1] != (1,):
-        raise ShapeError(
-            f"{name}: alibi_slopes has shape {tuple(alibi_slopes.shape)} and cu_seqlens_q is given, expected (heads): packed "
-            "sequences share their slopes"
-        )
     training = wants_grad(q, k, v, bias, sinks, mask, alibi_slopes)
     if training:
         _refuse_gradients(name, q, v, {"block_table": block_table, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale},
@@ -403,7 +399,7 @@ def _one_query_each(args: dict[str, Any]) -> dict[str, Any]:
 
     A token past the last boundary gets no keys; boundaries that make no sense give lengths that make none.
     """
-    cu, used, table = (args[n] for n in ("cu_seqlens_q", "seqused_k", "block_table"))
+    cu, used, table, slopes = (args[n] for n in ("cu_seqlens_q", "seqused_k", "block_table", "alibi_slopes"))
     tokens = table.shape[0]
     token = torch.arange(tokens, dtype=torch.int32, device=cu.device)
     sequence = torch.searchsorted(cu[1:], token, right=True).clamp(max=max(tokens - 1, 0))
@@ -411,7 +407,10 @@ def _one_query_each(args: dict[str, Any]) -> dict[str, Any]:
     sound = ((step >= 0) & (step <= 1)).all() & (cu[0] == 0)
     length = torch.where(token < cu[-1], used[sequence], 0)
     length = torch.where(sound, length, -1)
-    return {**args, "q": args["q"].transpose(0, 1), "cu_seqlens_q": None, "seqused_k": length, "block_table": table[sequence]}
+    if slopes is not None and slopes.shape[0] > 1:
+        slopes = slopes[sequence]
+    return {**args, "q": args["q"].transpose(0, 1), "cu_seqlens_q": None, "seqused_k": length, "block_table": table[sequence],
+            "alibi_slopes": slopes}  # fmt: skip
 
 
 def _signed_probabilities(call: _Call, lse: Tensor, shape: tuple[int, int] | None) -> Tensor:
