@@ -138,7 +138,7 @@ def _check_sequences(name: str, sizes: Sizes, args: Args) -> dict[str, int]:
         raise ShapeError(f"{name}: k has batch={sizes['k_batch']}, but q has batch={sizes['batch']}")
     sequences = sizes["boundaries"] - 1 if packed else sizes["batch"]
     if sizes.get("sequences", sequences) != sequences:
-        arg = next(n for n in ("alibi_slopes", "seqused_k", "block_table") if args.get(n) is not None and args[n].shape[0] != 1)
+        arg = next(n for n in ("seqused_k", "block_table", "alibi_slopes") if args.get(n) is not None)
         raise ShapeError(f"{name}: {arg} has {sizes['sequences']} sequences, but q has {sequences}")
     if sizes.get("one", 1) != 1:
         raise ShapeError(f"{name}: seed has shape ({sizes['one']},), expected (1,)")

@@ -148,8 +148,8 @@ def logits(segment: Segment, args: Args) -> Logits:
     slopes = args.get("alibi_slopes")
     bias, mask = (_of(args.get(n), segment) for n in ("bias", "mask"))
     if slopes is not None:
-        at = segment.batch if args.get("cu_seqlens_q") is None else slice(segment.number, segment.number + 1)
-        slopes = slopes if slopes.shape[0] == 1 else slopes[at]
+        own = segment.batch if args.get("cu_seqlens_q") is None else slice(segment.number, segment.number + 1)
+        slopes = slopes if slopes.shape[0] == 1 else slopes[own]
         x = x - _outer(slopes.to(acc), 1, kv_heads)[..., None, None] * (place - col).abs()
     if bias is not None:
         bias = bias if bias.shape[3] == 1 else bias[..., segment.cols]

@@ -292,7 +292,10 @@ def everything(batch: int, heads: int, seq: int) -> dict[str, Any]:
             "right": 0, "softcap": 30.0}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["sm_80", "sm_86", "sm_90", "sm_100", "gfx942"])
+AHEAD = ["sm_90", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sm_80", "sm_86", "sm_100", "gfx942"))]
+
+
+@pytest.mark.parametrize("name", AHEAD)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_compiles_without_spills(name: str, head_dim: int) -> None:
     go = functools.partial(compiled, TARGETS[name], head_dim=head_dim, v_dim=head_dim, kv_heads=8)
@@ -316,7 +319,7 @@ def test_no_form_spills(name: str, dtype: torch.dtype) -> None:
             assert aot.problems(kernels, TARGETS[name], max_spill_bytes=aot.spills(0)) == []
 
 
-@pytest.mark.parametrize("name", ["sm_80", "sm_86", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("name", AHEAD)
 def test_wide_heads_fit(name: str) -> None:
     """Keys of 576 columns with values of 512: spills of a few bytes are allowed, too much shared memory is not."""
     for rows in (16, 32, 64):
