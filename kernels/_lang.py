@@ -4,6 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+
+class Stub:
+    """Stands for a language where a kernel file is only read: decorators give an object that cannot launch, for this reason."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    def __getitem__(self, grid: Any) -> Any:
+        raise ImportError(f"fusedblock: {self.reason}")
+
+
 try:
     import triton
     import triton.language as tl
@@ -12,20 +29,7 @@ try:
     AVAILABLE = True
     VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 except ImportError:  # pragma: no cover - exercised by tests/test_import.py in a process without triton
-
-    class _Stub:
-        """Stands for triton and tl where a kernel file is only read: decorators give an object that cannot launch."""
-
-        def __getattr__(self, name: str) -> Any:
-            return self
-
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            return self
-
-        def __getitem__(self, grid: Any) -> Any:
-            raise ImportError("fusedblock: this kernel needs triton, which is not installed here")
-
-    triton = tl = _Stub()  # type: ignore[assignment]
+    triton = tl = Stub("this kernel needs triton, which is not installed here")  # type: ignore[assignment]
     TensorDescriptor = None  # type: ignore[assignment,misc]
     AVAILABLE = False
     VERSION = (0, 0)

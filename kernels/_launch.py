@@ -70,8 +70,8 @@ def _fact(arg: Any) -> Any:
         return arg if arg == 1 else (arg % 16 == 0, -(2**31) <= arg < 2**31)
     if isinstance(arg, float):
         return float
-    if TensorDescriptor is not None and isinstance(arg, TensorDescriptor):
-        return arg.base.dtype, tuple(arg.block_shape)
+    if hasattr(arg, "block_shape"):  # a tensor descriptor, triton's or Gluon's
+        return arg.base.dtype, tuple(arg.block_shape), getattr(arg, "layout", None)
     return arg
 
 
@@ -137,14 +137,19 @@ def tma_ready(*tensors: Tensor) -> bool:
     return True
 
 
-def descriptor(t: Tensor, block: Sequence[int]) -> Any:
-    """A host tensor descriptor of t for boxes of `block`; axes of size 1 may carry any stride, which TMA would refuse."""
+def tma_strides(t: Tensor) -> list[int]:
+    """t's strides, but for axes of size 1, which may carry any stride that TMA would refuse."""
     strides = list(t.stride())
     row = t.shape[-1] * t.element_size()
     for axis, n in enumerate(t.shape[:-1]):
         if n == 1:
             strides[axis] = max(row + (-row) % 16, 16) // t.element_size()
-    return TensorDescriptor(t, list(t.shape), strides, list(block))
+    return strides
+
+
+def descriptor(t: Tensor, block: Sequence[int]) -> Any:
+    """A host tensor descriptor of t for boxes of `block`."""
+    return TensorDescriptor(t, list(t.shape), tma_strides(t), list(block))
 
 
 def contiguous_last(t: Tensor) -> Tensor:

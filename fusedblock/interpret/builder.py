@@ -24,12 +24,12 @@ AccessHook = Callable[[Access], None]
 access_hooks: list[AccessHook] = []
 
 
-def _decode(data: np.ndarray) -> np.ndarray:
+def decode(data: np.ndarray) -> np.ndarray:
     """bf16 bits -> fp32."""
     return (data.astype(np.uint32) << 16).view(np.float32)
 
 
-def _encode(data: np.ndarray) -> np.ndarray:
+def encode(data: np.ndarray) -> np.ndarray:
     """Numbers -> bf16 bits, to nearest even."""
     values = np.ascontiguousarray(data, dtype=np.float32)
     bits = values.view(np.uint32)
@@ -50,13 +50,13 @@ def _is_bf16(handle: TensorHandle) -> bool:
 
 def wide(handle: TensorHandle) -> np.ndarray:
     """The numbers a handle stands for, bf16 as fp32."""
-    return _decode(handle.data) if _is_bf16(handle) else handle.data
+    return decode(handle.data) if _is_bf16(handle) else handle.data
 
 
 def _handle(data: np.ndarray, dtype: Any) -> TensorHandle:
     """data, in the precision it was computed in, as a tensor of dtype."""
     if dtype.is_bf16() and data.dtype != np.bool_:
-        data = _encode(data)
+        data = encode(data)
     return TensorHandle(data, dtype)
 
 
@@ -86,7 +86,7 @@ class Builder(stock.InterpreterBuilder):
         if dst_type.scalar.is_bf16():
             return _handle(wide(src), tl.bfloat16)
         if _is_bf16(src):
-            src = TensorHandle(_decode(src.data), tl.float32)
+            src = TensorHandle(decode(src.data), tl.float32)
         return super().cast_impl(src, dst_type)
 
     def create_fp_to_fp(self, src: TensorHandle, dst_type: Any, rounding_mode: Any) -> TensorHandle:
@@ -97,7 +97,7 @@ class Builder(stock.InterpreterBuilder):
 
     def binary_op(self, lhs: TensorHandle, rhs: TensorHandle, op: Any) -> TensorHandle:
         if _is_bf16(lhs):
-            return _handle(op(_decode(lhs.data), _decode(rhs.data)), tl.bfloat16)
+            return _handle(op(decode(lhs.data), decode(rhs.data)), tl.bfloat16)
         return super().binary_op(lhs, rhs, op)
 
     def unary_op(self, arg: TensorHandle, op: Any) -> TensorHandle:
@@ -131,7 +131,7 @@ class Builder(stock.InterpreterBuilder):
 
     # -- memory
 
-    def _access(self, kind: Kind, ptrs: TensorHandle, mask: Any) -> None:
+    def check_access(self, kind: Kind, ptrs: TensorHandle, mask: Any) -> None:
         """Check an access and tell the hooks. mask: a handle, a bool array or None."""
         launch = self.launch
         if launch is None:
@@ -153,27 +153,27 @@ class Builder(stock.InterpreterBuilder):
 
     # Loads and stores, plain and through descriptors, all end here; the trailing arguments differ between versions.
     def create_masked_load(self, ptrs: TensorHandle, mask: Any, *rest: Any, **options: Any) -> TensorHandle:
-        self._access("load", ptrs, mask)
+        self.check_access("load", ptrs, mask)
         return super().create_masked_load(ptrs, _as_bool(mask), *rest, **options)
 
     def create_masked_store(self, ptrs: TensorHandle, value: TensorHandle, mask: Any, *rest: Any, **options: Any) -> Any:
-        self._access("store", ptrs, mask)
+        self.check_access("store", ptrs, mask)
         return super().create_masked_store(ptrs, value, _as_bool(mask), *rest, **options)
 
     def create_atomic_cas(self, ptr: TensorHandle, *rest: Any) -> TensorHandle:
-        self._access("atomic", ptr, None)
+        self.check_access("atomic", ptr, None)
         return super().create_atomic_cas(ptr, *rest)
 
     def create_atomic_rmw(self, op: Any, ptr: TensorHandle, val: TensorHandle, mask: Any, sem: Any, scope: Any) -> TensorHandle:
-        self._access("atomic", ptr, mask)
+        self.check_access("atomic", ptr, mask)
         if not (_is_bf16(val) and op == ir.ATOMIC_OP.FADD):
             return super().create_atomic_rmw(op, ptr, val, mask, sem, scope)
-        addresses, addends, keep = np.broadcast_arrays(ptr.data, _decode(val.data), mask.data)
+        addresses, addends, keep = np.broadcast_arrays(ptr.data, decode(val.data), mask.data)
         before = np.zeros(addresses.shape, np.uint16)
         for i in zip(*np.nonzero(keep)):  # one by one: an address may occur twice
             cell = np.frombuffer((ctypes.c_uint16 * 1).from_address(int(addresses[i])), np.uint16)
             before[i] = cell[0]
-            cell[:] = _encode(_decode(cell) + addends[i])
+            cell[:] = encode(decode(cell) + addends[i])
         return TensorHandle(before, tl.bfloat16)
 
     def create_descriptor_reduce(

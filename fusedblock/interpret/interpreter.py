@@ -1,4 +1,4 @@
-"""Run @triton.jit kernels on CPU tensors, one program after the other, for as long as a context is open.
+"""Run @triton.jit and @gluon.jit kernels on CPU tensors, one program after the other, for as long as a context is open.
 
 Triton ships an interpreter, but it is chosen for a whole process by TRITON_INTERPRET (such a process cannot compile), it
 computes bf16 sums and products on the raw bits, and it lets through what a GPU would not do. Here its builder (numpy per
@@ -10,11 +10,13 @@ tl operation) is kept and the rest is ours:
   operands to TF32 unless the kernel asks for "ieee", as tensor cores do;
 * kernels see the types a compiled kernel sees: loop variables and float arguments are tensors, an integer argument equal
   to 1 is a compile-time constant, `and`, `or`, `not`, min and max act on tensors, a block has no truth value;
-* every access is checked against the launch's tensor arguments.
+* every access is checked against the launch's tensor arguments;
+* Gluon kernels, which synchronise their parts themselves, run on a model of the hardware that does so (machine.py).
 
 For gradcheck, a launch with a float64 tensor has its float scalars in float64 too (compiled, they would be float32).
 
-What interpretation cannot show: limits of shared memory and registers, tile minimums, races inside a program, layouts.
+What interpretation cannot show: limits of shared memory and registers, tile minimums, races inside a program (other than in
+a Gluon kernel's shared memory), layouts.
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ from torch import Tensor
 from triton.runtime import interpreter as stock
 from triton.runtime.jit import JITFunction
 
-from ..kernels import _launch, _target
+from ..kernels import _gluon, _launch, _target
 from ..kernels._lang import TensorDescriptor, tl
+from . import gluon
 from .builder import AccessHook, access_hooks, builder, scalar, semantic
 from .language import language, python_function
 from .memory import Launch, tensors_of
@@ -40,6 +43,7 @@ from .memory import Launch, tensors_of
 LaunchHook = Callable[[Launch], None]
 _launch_hooks: list[LaunchHook] = []
 _open_contexts = 0
+_seed = 0
 
 _MISSING = object()
 
@@ -84,6 +88,8 @@ def _argument(value: Any, specialize: bool) -> Any:
         if hasattr(value, "round_f32_to_tf32"):  # triton 3.9
             descriptor.handle.round_f32_to_tf32 = value.round_f32_to_tf32
         return descriptor
+    if _gluon.AVAILABLE and isinstance(value, _gluon.TensorDescriptor):
+        return gluon.descriptor(value)
     return stock._implicit_cvt(value)  # tensors become pointers, None and the like stay
 
 
@@ -93,7 +99,7 @@ def _run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) 
         return
     for pre_run_hook in self.pre_run_hooks:
         pre_run_hook(*args, **kwargs)
-    function = python_function(self)
+    function = _function(self)
     names = self.signature.parameters
     bound = self.signature.bind(*args, **{name: value for name, value in kwargs.items() if name in names})  # the rest: options
     bound.apply_defaults()
@@ -108,7 +114,8 @@ def _run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) 
     tensors = [t for name, value in arguments.items() for _, t in tensors_of(name, value)]
     builder.float_type = tl.float64 if any(t.dtype is torch.float64 for t in tensors) else tl.float32
     builder.set_grid_dim(gx, gy, gz)
-    with _patched(language()), np.errstate(all="ignore"):  # a GPU has no floating-point exceptions
+    changes = [*language(), *(gluon.changes() if self.is_gluon() else ())]
+    with _patched(changes), np.errstate(all="ignore"):  # a GPU has no floating-point exceptions
         values = {
             p.name: arguments[p.name] if p.is_constexpr else _argument(arguments[p.name], not p.do_not_specialize)
             for p in self.params
@@ -119,7 +126,11 @@ def _run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) 
                 for y in range(gy):
                     for x in range(gx):
                         builder.set_grid_idx(x, y, z)
-                        function(**values)
+                        if self.is_gluon():
+                            seed = f"{_seed} {x} {y} {z}"
+                            gluon.run_program(function, values, seed, launch.kernel, kwargs.get("num_warps", 4))
+                        else:
+                            function(**values)
         except Exception as error:
             if hasattr(error, "add_note"):
                 error.add_note(f"in program {builder.grid_idx} of {launch.grid} of {launch.kernel}")
@@ -130,7 +141,11 @@ def _run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) 
 
 def _call(self: JITFunction, *args: Any, **kwargs: Any) -> Any:
     """JITFunction.__call__ while a context is open: one kernel calls another."""
-    return python_function(self)(*args, **kwargs)
+    return _function(self)(*args, **kwargs)
+
+
+def _function(kernel: JITFunction) -> Callable[..., Any]:
+    return gluon.python_function(kernel) if kernel.is_gluon() else python_function(kernel)
 
 
 # ---- the context -------------------------------------------------------------------------------------------------------
@@ -163,22 +178,25 @@ def interpret(
     target: _target.Target | None = None,
     *,
     poison: bool = True,
+    seed: int = 0,
     on_launch: Sequence[LaunchHook] = (),
     on_access: Sequence[AccessHook] = (),
 ) -> Iterator[None]:
-    """Inside, ops and kernels launched on CPU tensors run their Triton kernels in this interpreter.
+    """Inside, ops and kernels launched on CPU tensors run their Triton and Gluon kernels in this interpreter.
 
     target     choose kernels and configs for this GPU, e.g. TARGETS["sm_80"] (pointer kernels) or TARGETS["sm_90"]
                (tensor descriptors); None: as for any CPU tensor
     poison     fill buffers from torch.empty, empty_like, empty_strided, new_empty and new_empty_strided with NaN (floating
                dtypes), so that an element no program writes is seen
+    seed       for Gluon kernels: in what order partitions, copies and wgmmas go on, see machine.py
     on_launch  called with each Launch before its first program
     on_access  called with each Access (a load, store or atomic of one program)
 
     Raises from a launch: OutOfBounds where a program reaches memory outside the launch's tensor arguments; ValueError for
-    tensors that are not on the CPU. An error names the program it occurred in. Contexts nest; not thread-safe.
+    tensors that are not on the CPU; a ProtocolError (Race, Deadlock, BarrierMisuse, Unwritten) where a Gluon kernel would hang
+    or could go wrong. An error names the program it occurred in. Contexts nest; not thread-safe.
     """
-    global _open_contexts
+    global _open_contexts, _seed
     with ExitStack() as stack:
         if _open_contexts == 0:
             stack.enter_context(_patched([(JITFunction, "run", _run), (JITFunction, "__call__", _call)]))
@@ -187,12 +205,13 @@ def interpret(
         stack.enter_context(_launch.mode("interpret"))
         if target is not None:
             stack.enter_context(_target.override(target))
-        before = list(_launch_hooks), list(access_hooks)
+        before = list(_launch_hooks), list(access_hooks), _seed
         _launch_hooks.extend(on_launch)
         access_hooks.extend(on_access)
         _open_contexts += 1
+        _seed = seed
         try:
             yield
         finally:
             _open_contexts -= 1
-            _launch_hooks[:], access_hooks[:] = before
+            _launch_hooks[:], access_hooks[:], _seed = before

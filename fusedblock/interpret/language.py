@@ -132,7 +132,7 @@ def language() -> list[tuple[Any, str, Any]]:
 # ---- kernels as Python functions ---------------------------------------------------------------------------------------
 
 
-def _assigned(value: Any) -> Any:
+def assigned(value: Any) -> Any:
     """The right-hand side of an assignment: numbers become tensors, as the compiler makes them."""
     if type(value) is float:
         return scalar(value, builder.float_type)
@@ -167,7 +167,7 @@ def _condition(value: Any) -> Any:
     return value
 
 
-class _Rewriter(ast.NodeTransformer):
+class Rewriter(ast.NodeTransformer):
     """Where Python and the Triton compiler read the same source differently, call a helper that reads it as the compiler."""
 
     def __init__(self, name: str) -> None:
@@ -207,7 +207,7 @@ class _Rewriter(ast.NodeTransformer):
 
 
 _HELPERS: dict[str, Any] = {
-    "_interpreted_assigned": _assigned, "_interpreted_condition": _condition,
+    "_interpreted_assigned": assigned, "_interpreted_condition": _condition,
     "_interpreted_and": _and, "_interpreted_or": _or, "_interpreted_not": _not,
     "range": _range, "min": _builtin_or_tl("min"), "max": _builtin_or_tl("max"),
 }  # fmt: skip
@@ -217,12 +217,15 @@ _functions: dict[int, tuple[JITFunction, Callable[..., Any]]] = {}
 
 
 def python_function(kernel: JITFunction) -> Callable[..., Any]:
-    """kernel as a Python function. Its module's globals are read live and not written; helpers and closure are cells."""
+    """kernel as a Python function."""
     found = _functions.get(id(kernel))
-    if found is not None:
-        return found[1]
-    if kernel.is_gluon():
-        raise NotImplementedError(f"{kernel.fn.__name__} is a Gluon kernel: only @triton.jit kernels can be interpreted")
+    if found is None:
+        found = _functions[id(kernel)] = kernel, compiled_from_source(kernel, Rewriter, {})
+    return found[1]
+
+
+def compiled_from_source(kernel: JITFunction, rewriter: type[Rewriter], names: dict[str, Any]) -> Callable[..., Any]:
+    """kernel's source after rewriter. Its module's globals are read live and not written; helpers, names, closure are cells."""
     fn = kernel.fn
     lines, first_line = inspect.getsourcelines(fn)
     tree = ast.parse(textwrap.dedent("".join(lines)))
@@ -235,16 +238,15 @@ def python_function(kernel: JITFunction) -> Callable[..., Any]:
     for parameter in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
         parameter.annotation = None
     node.returns = None
-    node = ast.fix_missing_locations(_Rewriter(fn.__qualname__).visit(node))
+    node = ast.fix_missing_locations(rewriter(fn.__qualname__).visit(node))
 
     closure = inspect.getclosurevars(fn).nonlocals
     # A module that defines its own `min` means that one.
-    cells = {**{name: helper for name, helper in _HELPERS.items() if name not in fn.__globals__}, **closure}
+    cells = {**{name: helper for name, helper in _HELPERS.items() if name not in fn.__globals__}, **closure, **names}
     outer = ast.parse(f"def _outer({', '.join(cells)}):\n    pass")
     outer.body[0].body = [node, ast.Return(value=ast.Name(id=node.name, ctx=ast.Load()))]  # type: ignore[attr-defined]
     scope: dict[str, Any] = {}
     exec(compile(ast.fix_missing_locations(outer), fn.__code__.co_filename, "exec"), fn.__globals__, scope)
     function: types.FunctionType = scope["_outer"](**cells)
     function.__defaults__, function.__kwdefaults__ = fn.__defaults__, fn.__kwdefaults__
-    _functions[id(kernel)] = kernel, function
     return function
