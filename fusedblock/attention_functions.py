@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import contextlib
+import functools
+import numbers
+import operator
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,8 +25,75 @@ from fusedblock.ops import ShapeError, batch_invariant, call_attention, normalis
 __all__ = ["attention", "explain_attention", "flash_attn_func", "flash_attn_varlen_func"]
 
 Window = Sequence[int | None] | None
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
+def _as_called(name: str, **renamed: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Errors name the function that was called, whichever op found them, and arguments as that function has them."""
+    argument = re.compile(rf"\b({'|'.join(renamed)})\b" if renamed else "(?!)")
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def called(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return function(*args, **kwargs)
+            except (TypeError, ValueError, FloatingPointError, NotImplementedError) as error:
+                by, _, what = str(error).partition(": ")
+                if by in (name, "attention", "decode_attention") and not torch.compiler.is_compiling():
+                    error.args = (f"{name}: {argument.sub(lambda found: renamed[found[0]], what)}",)
+                raise
+
+        return called
+
+    return decorate
+
+
+def _number(value: Any) -> float:
+    if not isinstance(value, numbers.Real):  # a tensor's would have to be waited for
+        raise TypeError
+    return float(value)
+
+
+_NONE = type(None)
+_TENSOR, _MAYBE_TENSOR = (Tensor,), (_NONE, Tensor)
+_SWITCH = (bool, torch.SymBool)
+_PAIR = (_NONE, tuple, list)
+_WHOLE, _NUMBER = (int, torch.SymInt), (float, int, torch.SymFloat, torch.SymInt)
+_MAYBE_WHOLE, _MAYBE_NUMBER = (_NONE, *_WHOLE), (_NONE, *_NUMBER)
+_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys("qkv", _TENSOR), **dict.fromkeys(shared.OPTIONAL - {"seed"}, _MAYBE_TENSOR), "causal": _SWITCH,
+    "window": _PAIR, "softcap": _NUMBER, "scale": _MAYBE_NUMBER, "dropout_p": _NUMBER, "max_seqlen_q": _MAYBE_WHOLE,
+    "max_seqlen_k": _MAYBE_WHOLE,
+}  # fmt: skip
+# What flash-attn has no default for.
+_FLASH_TYPES = _TYPES | dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), _TENSOR)
+_FLASH_TYPES |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), _WHOLE)
+# What to call them, and what takes a value that is as good as one of them, or raises TypeError.
+_EXPECTED: dict[tuple[type, ...], tuple[str, Callable[[Any], Any] | None]] = {
+    _TENSOR: ("a tensor", None), _MAYBE_TENSOR: ("a tensor or None", None), _SWITCH: ("True or False", None),
+    _PAIR: ("(left, right) or None", tuple), _WHOLE: ("a whole number", operator.index), _NUMBER: ("a number", _number),
+    _MAYBE_WHOLE: ("a whole number or None", operator.index), _MAYBE_NUMBER: ("a number or None", _number),
+}  # fmt: skip
+
+
+def _typed(name: str, given: dict[str, Any], types: dict[str, tuple[type, ...]] = _TYPES) -> dict[str, Any]:
+    """The arguments, each of its type. Raises TypeError for those that are not."""
+    for arg, value in given.items():
+        if not isinstance(value, types[arg]):
+            given[arg] = _converted(f"{name}: {arg}", value, *_EXPECTED[types[arg]])
+    return given
+
+
+def _converted(what: str, value: Any, expected: str, convert: Callable[[Any], Any] | None) -> Any:
+    if convert is not None:
+        with contextlib.suppress(TypeError):
+            return convert(value)
+    shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.60} ({type(value).__name__})"
+    raise TypeError(f"{what} is {shown}, expected {expected}")
+
+
+@_as_called("attention")
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window = None, softcap: float = 0.0,
     sinks: Tensor | None = None, alibi_slopes: Tensor | None = None, bias: Tensor | None = None, mask: Tensor | None = None,
@@ -54,7 +126,8 @@ def attention(
     Which logits:
         scale         head_dim**-0.5 unless given
         softcap       softcap * tanh(logits / softcap); 0: none
-        alibi_slopes  fp32 `heads` or `batch heads`: minus slope times the distance (arXiv 2108.12409)
+        alibi_slopes  fp32 `heads`, or `batch heads` (packed: `sequences heads`): minus slope times the distance
+                      (arXiv 2108.12409)
         bias          floating `1|batch 1|heads 1|seq 1|context`, added; has a gradient. It is a number, not a mask: beyond
                       2e38 it overflows
         sinks         floating `heads`: the logit of one more key of value 0 (arXiv 2309.17453); has a gradient
@@ -64,17 +137,22 @@ def attention(
 
     Returns out `batch seq heads v_dim` (or `tokens heads v_dim`), with return_lse also the natural log-sum-exp
     `batch heads seq` (or `heads tokens`) in fp32, of sinks too, without gradient. A row that may attend to nothing gives 0 and
-    lse -inf (the sink), and gradients 0. Raises ShapeError or ValueError before any launch, naming the argument and both
-    values, for what contradicts itself and for combinations that no kernel has. Values of tensors on a GPU are read only under
+    lse -inf (the sink), and gradients 0. NaN in keys and values that are hidden from every query (padding, unused slots and
+    pages) does not spread. NaN in a key that some query attends may also reach queries from which it is hidden (causal, a
+    window, a mask): many are computed together, and 0 times NaN is NaN.
+
+    Raises TypeError, ShapeError or ValueError before any launch, naming the argument and both values, for what is no such
+    thing, contradicts itself, or has no kernel (on this GPU). Values of tensors on a GPU are read only under
     options(debug=True): lengths that make no sense give rows of NaN otherwise.
     """
-    call = _call(
-        "attention", q, k, v, causal=causal, window=window, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, bias=bias,
-        mask=mask, block_map=block_map, prefix_lens=prefix_lens, block_table=block_table, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, seqused_k=seqused_k, q_scale=q_scale,
-        k_scale=k_scale, v_scale=v_scale, scale=scale, dropout_p=dropout_p,
-    )  # fmt: skip
-    out, lse = _computed(call)
+    given = {
+        "q": q, "k": k, "v": v, "causal": causal, "window": window, "softcap": softcap, "sinks": sinks,
+        "alibi_slopes": alibi_slopes, "bias": bias, "mask": mask, "block_map": block_map, "prefix_lens": prefix_lens,
+        "block_table": block_table, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k, "seqused_k": seqused_k, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale,
+        "scale": scale, "dropout_p": dropout_p,
+    }  # fmt: skip
+    out, lse = _computed(_call("attention", **_typed("attention", given)))
     return (out, lse) if return_lse else out
 
 
@@ -84,13 +162,19 @@ def explain_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Choice
     Takes the arguments of `attention` and raises as it does. Print the result, or read its op, why and changes.
     """
     given = {name: value for name, value in options.items() if name not in ("deterministic", "return_lse")}
-    call = _call("attention", q, k, v, **given)
+    if unknown := given.keys() - _TYPES.keys():
+        raise TypeError(f"explain_attention: attention has no argument {', '.join(sorted(unknown))}")
+    call = _call("attention", **_typed("attention", {"q": q, "k": k, "v": v, **given}))
     a = call.args
     _sizes(a)
     return choose(seq=call.seq, group=a["q"].shape[2] // a["k"].shape[2], target=target_of(q.device), dtype=q.dtype,
                   masked=a["mask"] is not None, **call.facts)  # fmt: skip
 
 
+_FLASH_NAMES = {"scale": "softmax_scale", "window": "window_size", "seqused_k": "cu_seqlens_k"}
+
+
+@_as_called("flash_attn_func", **_FLASH_NAMES)
 def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
@@ -103,12 +187,17 @@ def flash_attn_func(
     alibi_slopes fp32 `heads` or `batch heads`. deterministic changes nothing: sums are in a fixed order always. Returns out,
     or with return_attn_probs (out, softmax_lse `batch heads seq` in fp32, S_dmask): None without dropout, else the
     probabilities `batch heads seq context` in q's dtype, negative where dropped; that matrix is for tests only. Only out has
-    gradients. Raises ShapeError or ValueError naming the argument and both values.
+    gradients. What flash-attn lacks is taken as `attention` takes it: head_dim 512, and v of another head_dim.
+
+    Raises TypeError, ShapeError or ValueError naming the argument and both values, before any launch, where `attention` does;
+    so, unlike flash-attn, for a softmax_scale of 0 or less, a side of window_size below -1 and slopes that want a gradient.
     """
-    return _flash("flash_attn_func", q, k, v, softmax_scale, return_attn_probs, causal=causal, window=window_size,
-                  softcap=softcap, alibi_slopes=alibi_slopes, dropout_p=dropout_p)  # fmt: skip
+    given = {"q": q, "k": k, "v": v, "scale": softmax_scale, "causal": causal, "window": window_size, "softcap": softcap,
+             "alibi_slopes": alibi_slopes, "dropout_p": dropout_p}  # fmt: skip
+    return _flash("flash_attn_func", given, return_attn_probs)
 
 
+@_as_called("flash_attn_varlen_func", **_FLASH_NAMES)
 def flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
     dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
@@ -119,28 +208,42 @@ def flash_attn_varlen_func(
 
     q `tokens heads head_dim`, k and v `key_tokens kv_heads head_dim`, bounded by cu_seqlens int32 `sequences+1`; with
     block_table int32 `sequences max_pages`, k and v are `pages page_size kv_heads head_dim`, forward only, and cu_seqlens_k
-    says how many keys each sequence has. alibi_slopes fp32 `heads`. The rest as in flash_attn_func; softmax_lse is
-    `heads tokens`, S_dmask `sequences heads max_seqlen_q max_seqlen_k`. Raises ShapeError or ValueError naming the argument and
-    both values.
+    says how many keys each sequence has. alibi_slopes fp32 `heads` or `sequences heads`. The rest as in flash_attn_func;
+    softmax_lse is `heads tokens`, S_dmask `sequences heads max_seqlen_q max_seqlen_k`. max_seqlen_q and max_seqlen_k may be
+    tensors of one whole number, which are waited for.
+
+    Raises as flash_attn_func does; also where gradients are wanted with block_table, for cu_seqlens or block_table that are
+    not int32, and where lengths that are read (on a CPU, under options(debug=True), for S_dmask) contradict the tensors or
+    max_seqlen_q and max_seqlen_k.
     """
-    lengths = {"cu_seqlens_k": cu_seqlens_k} if block_table is None else {"seqused_k": cu_seqlens_k.diff()}
-    return _flash("flash_attn_varlen_func", q, k, v, softmax_scale, return_attn_probs, causal=causal, window=window_size,
-                  softcap=softcap, alibi_slopes=alibi_slopes, dropout_p=dropout_p, cu_seqlens_q=cu_seqlens_q,
-                  max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, block_table=block_table, **lengths)  # fmt: skip
+    given = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q,
+             "max_seqlen_k": max_seqlen_k, "scale": softmax_scale, "causal": causal, "window": window_size, "softcap": softcap,
+             "alibi_slopes": alibi_slopes, "dropout_p": dropout_p, "block_table": block_table}  # fmt: skip
+    return _flash("flash_attn_varlen_func", given, return_attn_probs)
 
 
-def _flash(name: str, q: Tensor, k: Tensor, v: Tensor, scale: float | None, probabilities: bool, **options: Any) -> Any:
-    head_dim, v_dim = q.shape[-1], v.shape[-1]
-    if head_dim % 8 or v_dim % 8:  # zeros change no logit
-        q, k, v = (torch.nn.functional.pad(t, (0, -t.shape[-1] % 8)) for t in (q, k, v))
-        scale = max(head_dim, 1) ** -0.5 if scale is None else scale
-    call = _call(name, q, k, v, scale=scale, **options)
+def _flash(name: str, given: dict[str, Any], probabilities: bool) -> Any:
+    _typed(name, given, _FLASH_TYPES)
+    q, v = given["q"], given["v"]
+    if given.get("block_table") is not None:
+        ends = given.pop("cu_seqlens_k")
+        if ends.dim() != 1:
+            raise ShapeError(f"{name}: cu_seqlens_k has shape {tuple(ends.shape)}, expected (boundaries)")
+        given["seqused_k"] = ends.diff()
+    if q.dim() and v.dim() and (q.shape[-1] % 8 or v.shape[-1] % 8):  # zeros change no logit
+        given |= {n: torch.nn.functional.pad(given[n], (0, -given[n].shape[-1] % 8)) for n in "qkv" if given[n].dim()}
+        given["scale"] = max(q.shape[-1], 1) ** -0.5 if given["scale"] is None else given["scale"]
+    call = _call(name, **given)
     out, lse = _computed(call)
-    out = out[..., :v_dim] if v_dim % 8 else out
+    out = out[..., : v.shape[-1]] if v.shape[-1] % 8 else out
     if not probabilities:
         return out
-    shape = (options["max_seqlen_q"], options["max_seqlen_k"]) if call.packed else None
-    return out, lse, _signed_probabilities(call, lse, shape) if call.args["dropout_p"] else None
+    if not call.args["dropout_p"]:
+        return out, lse, None
+    shape = (given["max_seqlen_q"], given["max_seqlen_k"]) if call.packed else None
+    if shape is not None:
+        _check_longest(name, {**call.args, "seed": None}, *shape)  # which else only debug or a CPU does
+    return out, lse, _signed_probabilities(call, lse, shape)
 
 
 class _Call(NamedTuple):
@@ -182,9 +285,11 @@ def _call(
     packed, paged = cu_seqlens_q is not None, block_table is not None
     layouts = ("packed" if packed else "batched", *("paged" if paged else "packed" if packed else "batched" for _ in "kv"))
     for n, (arg, t, layout) in enumerate(zip("qkv", (q, k, v), layouts)):
+        if t.is_nested:
+            raise ValueError(f"{name}: {arg} is a nested tensor, expected all tokens as one axis, and cu_seqlens_q")
         if t.dim() != len(_AXES[layout][n].split()):
-            also = "; cu_seqlens_q is " + ("given" if packed else "not given") if arg == "q" else ""
-            raise ShapeError(f"{name}: {arg} has shape {tuple(t.shape)}, expected ({_AXES[layout][n]}){also}")
+            decides = "block_table is given" if layout == "paged" else "cu_seqlens_q is " + ("given" if packed else "not given")
+            raise ShapeError(f"{name}: {arg} has shape {tuple(t.shape)}, expected ({_AXES[layout][n]}); {decides}")
     left, right = _window(name, causal, window)
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k, "block_table": block_table}
     shared.refuse_together(name, {"mask": mask, "bias": bias, "block_map": block_map, "prefix_lens": prefix_lens, **lengths})
@@ -196,11 +301,6 @@ def _call(
         k, v = (k, v) if paged else (k[None], v[None])
     if alibi_slopes is not None and alibi_slopes.dim() == 1:
         alibi_slopes = alibi_slopes[None]
-    if alibi_slopes is not None and packed and alibi_slopes.shape[0] != 1:
-        raise ShapeError(
-            f"{name}: alibi_slopes has shape {tuple(alibi_slopes.shape)} and cu_seqlens_q is given, expected (heads): packed "
-            "sequences share their slopes"
-        )
     training = wants_grad(q, k, v, bias, sinks, mask, alibi_slopes)
     if training:
         _refuse_gradients(name, q, v, {"block_table": block_table, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale},
@@ -209,25 +309,32 @@ def _call(
         "q": q, "k": k, "v": v, "mask": normalise_mask(mask, q, k), "bias": bias, "sinks": sinks, "alibi_slopes": alibi_slopes,
         "block_map": block_map, "prefix_lens": prefix_lens, **lengths, "q_scale": q_scale, "k_scale": k_scale,
         "v_scale": v_scale, "seed": None, "left": left, "right": right, "softcap": float(softcap),
-        "scale": q.shape[-1] ** -0.5 if scale is None else float(scale), "dropout_p": float(dropout_p),
+        "scale": max(q.shape[-1], 1) ** -0.5 if scale is None else float(scale), "dropout_p": float(dropout_p),
     }  # fmt: skip
     for arg, most in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if most is not None and (most < 0 or not packed):
             raise ValueError(f"{name}: {arg}={most}, expected " + ("at least 0" if packed else "None where cu_seqlens_q is"))
     if packed and _values_are_checked(q):
         _check_longest(name, args, max_seqlen_q, max_seqlen_k)
-    one_each = packed and block_table is not None and max_seqlen_q == 1 and tokens == block_table.shape[0]
+    tables = 0 if block_table is None or block_table.dim() < 1 else block_table.shape[0]
+    one_each = packed and block_table is not None and max_seqlen_q == 1 and tokens == tables
     most = tokens if max_seqlen_q is None else max_seqlen_q
     return _Call(args, training, packed, one_each, most)
 
 
 def _window(name: str, causal: bool, window: Window) -> tuple[int, int]:
     """(left, right) of the op, which causal bounds on the right."""
-    sides = (None, None) if window is None else tuple(window)
-    if len(sides) != 2 or any(n is not None and n < -1 for n in sides):
-        raise ValueError(f"{name}: window={window}, expected (left, right), each at least 0, or -1 or None for no bound")
-    left, right = (-1 if n is None or n >= shared.UNBOUNDED else int(n) for n in sides)
-    return left, 0 if causal else right
+    if window is None:
+        return -1, 0 if causal else -1
+    try:
+        left, right = [-1 if n is None else operator.index(n) for n in window]
+    except (TypeError, ValueError):
+        left = right = -2
+    if left < -1 or right < -1:
+        whole = "a whole number of at least 0, or -1 or None for no bound"
+        raise ValueError(f"{name}: window={window}, expected (left, right), each {whole}")
+    right = 0 if causal else right
+    return -1 if left >= shared.UNBOUNDED else left, -1 if right >= shared.UNBOUNDED else right
 
 
 def _refuse_gradients(name: str, q: Tensor, v: Tensor, forward_only: dict[str, Any], constant: dict[str, Any]) -> None:
@@ -243,6 +350,7 @@ def _refuse_gradients(name: str, q: Tensor, v: Tensor, forward_only: dict[str, A
     head_dim, v_dim = q.shape[-1], v.shape[-1]
     if max(head_dim, v_dim) > 256 and head_dim != v_dim:
         raise ValueError(f"{name}: head_dim={head_dim} and v_dim={v_dim} have no backward, and gradients are wanted")
+    shared.check_target(name, q, v_dim, backward=True)
 
 
 def _values_are_checked(q: Tensor) -> bool:
@@ -291,7 +399,7 @@ def _one_query_each(args: dict[str, Any]) -> dict[str, Any]:
 
     A token past the last boundary gets no keys; boundaries that make no sense give lengths that make none.
     """
-    cu, used, table = (args[n] for n in ("cu_seqlens_q", "seqused_k", "block_table"))
+    cu, used, table, slopes = (args[n] for n in ("cu_seqlens_q", "seqused_k", "block_table", "alibi_slopes"))
     tokens = table.shape[0]
     token = torch.arange(tokens, dtype=torch.int32, device=cu.device)
     sequence = torch.searchsorted(cu[1:], token, right=True).clamp(max=max(tokens - 1, 0))
@@ -299,7 +407,10 @@ def _one_query_each(args: dict[str, Any]) -> dict[str, Any]:
     sound = ((step >= 0) & (step <= 1)).all() & (cu[0] == 0)
     length = torch.where(token < cu[-1], used[sequence], 0)
     length = torch.where(sound, length, -1)
-    return {**args, "q": args["q"].transpose(0, 1), "cu_seqlens_q": None, "seqused_k": length, "block_table": table[sequence]}
+    if slopes is not None and slopes.shape[0] > 1:
+        slopes = slopes[sequence]
+    return {**args, "q": args["q"].transpose(0, 1), "cu_seqlens_q": None, "seqused_k": length, "block_table": table[sequence],
+            "alibi_slopes": slopes}  # fmt: skip
 
 
 def _signed_probabilities(call: _Call, lse: Tensor, shape: tuple[int, int] | None) -> Tensor:

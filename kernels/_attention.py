@@ -14,7 +14,7 @@ from ._attention_tiles import LOG2E, MAP_BLOCK, block_lists
 from ._lang import cdiv, next_power_of_2, tl
 from ._launch import contiguous_last, tma_ready
 from ._spec import Args, ShapeError, Sizes
-from ._target import Target
+from ._target import Target, target_of
 
 # Arguments of the ops in order, and their axes. Packed sequences: batch is 1, seq all tokens. k_batch: batch, or pages.
 READS = {
@@ -24,7 +24,7 @@ READS = {
     "mask": "1|batch 1|heads 1|seq k_len",
     "bias": "1|batch 1|heads 1|seq 1|k_len",
     "sinks": "heads",
-    "alibi_slopes": "1|batch heads",
+    "alibi_slopes": "1|sequences heads",
     "block_map": "1|batch 1|heads q_blocks k_blocks",
     "prefix_lens": "batch",
     "cu_seqlens_q": "boundaries",
@@ -52,8 +52,7 @@ _APART = (
     ("cu_seqlens_k", "block_table", "seqused_k gives the lengths of paged sequences"),
     ("cu_seqlens_k", "seqused_k", "either bounds the keys"),
 )
-# An additive mask at or below this means "not attended". HF writes finfo.min, which in the base-2 units of the kernels
-# (times log2(e)) is beyond fp32.
+# An additive mask at or below this means "not attended": HF writes finfo.min.
 MASKED = -2.0e38
 UNBOUNDED = 2**30  # a window this wide bounds nothing, and the kernels count in 32 bits
 
@@ -68,6 +67,23 @@ def refuse_together(name: str, args: Args) -> None:
             raise ValueError(f"{name}: {one} and {other} are both given; {why}")
 
 
+def check_target(name: str, q: Tensor, v_dim: int, backward: bool = False) -> None:
+    """Raises ValueError for a dtype that the GPU of q has not, and for rows that do not fit its shared memory."""
+    width = max(q.shape[-1], v_dim)
+    if q.dtype is not _spec.FP8 and (q.dtype is not torch.float32 or width < 512):
+        return
+    target = target_of(q.device)
+    if q.dtype is _spec.FP8:
+        if 0 < target.capability < 89:
+            raise ValueError(f"{name}: q on {q.device} has dtype {q.dtype}, which {target.name} has not; expected sm_89 or newer")
+        return
+    least = 192 if backward else 104 if width > 512 else 96  # KB that the smallest tiles take there
+    if target.backend == "cuda" and target.smem_bytes < least * 1024:
+        what = f"head_dim={q.shape[-1]} and v_dim={v_dim} in {q.dtype} take {least} KB of shared memory"
+        what += " in the backward" if backward else ""
+        raise ValueError(f"{name}: {what}, but {target.name} (q is on {q.device}) has {target.smem_bytes // 1024}")
+
+
 def check(name: str, sizes: Sizes, args: Args) -> dict[str, int]:
     """Everything about attention arguments that their axes alone do not say."""
     heads, kv_heads = sizes["heads"], sizes["kv_heads"]
@@ -78,6 +94,7 @@ def check(name: str, sizes: Sizes, args: Args) -> dict[str, int]:
         raise ValueError(f"{name}: head_dim={head_dim} of q and k, expected a multiple of 8 from 8 to 256, 512 or 576")
     if (not 8 <= v_dim <= 256 or v_dim % 8) and v_dim != 512:
         raise ValueError(f"{name}: v_dim={v_dim} of v, expected a multiple of 8 from 8 to 256 or 512")
+    check_target(name, args["q"], v_dim)
     if not (args["scale"] > 0 and math.isfinite(args["scale"])):
         raise ValueError(f"{name}: scale={args['scale']}, expected a positive finite number")
     if not (args["softcap"] >= 0 and math.isfinite(args["softcap"])):
@@ -121,7 +138,7 @@ def _check_sequences(name: str, sizes: Sizes, args: Args) -> dict[str, int]:
         raise ShapeError(f"{name}: k has batch={sizes['k_batch']}, but q has batch={sizes['batch']}")
     sequences = sizes["boundaries"] - 1 if packed else sizes["batch"]
     if sizes.get("sequences", sequences) != sequences:
-        arg = "seqused_k" if args.get("seqused_k") is not None else "block_table"
+        arg = next(n for n in ("seqused_k", "block_table", "alibi_slopes") if args.get(n) is not None)
         raise ShapeError(f"{name}: {arg} has {sizes['sequences']} sequences, but q has {sequences}")
     if sizes.get("one", 1) != 1:
         raise ShapeError(f"{name}: seed has shape ({sizes['one']},), expected (1,)")
@@ -253,9 +270,16 @@ class Facts(NamedTuple):
     """A kernel's arguments for the options: tensors, numbers, strides and constexprs, in the order the kernels take them."""
 
     tensors: tuple[Tensor | None, ...]  # mask, bias, sinks, slopes, counts, lists, prefix, used, block_table, three scales, seed
-    numbers: tuple[Any, ...]  # scale and cap in base-2 units, dropout_p, left, right
+    numbers: tuple[Any, ...]  # scale (in base-2 units unless ADDED), cap, dropout_p, left, right
     strides: tuple[Any, ...]  # of mask (4), bias (4), slopes, counts (batch, heads), lists (rows), three scales
     constexprs: dict[str, Any]  # RIGHT, ADDED, MASKED, as _attention_tiles has them
+
+
+def adds(args: Args) -> bool:
+    """ADDED of the kernels: whether logits are made in natural units. In fp32 that is for their precision alone."""
+    mask = args.get("mask")
+    added = args["softcap"] > 0 or given(args, "bias", "alibi_slopes") or mask is not None and mask.dtype is not torch.bool
+    return bool(added or args["q"].element_size() > 2)
 
 
 def launch_facts(args: Args, by_key: bool) -> Facts:
@@ -271,17 +295,16 @@ def launch_facts(args: Args, by_key: bool) -> Facts:
         of_lists = (h * rows * (b > 1), rows * (h > 1), lists.shape[-1])
     left, right, softcap = args["left"], args["right"], args["softcap"]
     masked = mask.view(torch.uint8) if mask is not None and mask.dtype is torch.bool else mask
-    added = mask is not None and mask.dtype is not torch.bool
+    added = adds(args)
     rest = [args.get(n) for n in ("prefix_lens", "seqused_k", "block_table")]
     sinks = args.get("sinks")
     return Facts(
         (masked, bias, None if sinks is None else sinks.contiguous(), slopes, counts, lists,
          *(None if t is None else t.contiguous() for t in rest), *scales, args["seed"] if args["dropout_p"] else None),
-        (args["scale"] * LOG2E, softcap * LOG2E if softcap else None, args["dropout_p"], left if left >= 0 else None,
+        (args["scale"] * (1 if added else LOG2E), softcap or None, args["dropout_p"], left if left >= 0 else None,
          max(right, 0)),
         (*_strides(mask), *_strides(bias), _batch_stride(slopes), *of_lists, *map(_batch_stride, scales)),
-        {"RIGHT": 0 if right < 0 else 1 if right == 0 else 2,
-         "ADDED": added or bool(softcap) or bias is not None or slopes is not None, "MASKED": mask is not None},
+        {"RIGHT": 0 if right < 0 else 1 if right == 0 else 2, "ADDED": added, "MASKED": mask is not None},
     )  # fmt: skip
 
 

@@ -7,7 +7,18 @@ return None: absent second columns of a tile are some other tile, and D2 is 0.
 
 from __future__ import annotations
 
-from ._attention_tiles import kept, key_range, load_rows, no_nan, planned, row_range, section_order, shape_logits, visible
+from ._attention_tiles import (
+    kept,
+    key_range,
+    load_rows,
+    no_nan,
+    planned,
+    power,
+    row_range,
+    section_order,
+    shape_logits,
+    visible,
+)
 from ._lang import tl, triton
 
 
@@ -22,23 +33,24 @@ def slot_of(schedule, num_tiles, HEADS, SECTION):
 
 
 @triton.jit
-def place(schedule, slot, ROWS, OTHERS, BLOCK: tl.constexpr):
-    """(tile, first row, rows, first row of the others, how many others, whether the bounds make no sense) of a slot.
+def place(schedule, slot, b, ROWS, OTHERS, BLOCK: tl.constexpr):
+    """(tile, first row, rows, first row of the others, how many others, number of the segment) of a slot.
 
-    Without a schedule every batch entry is a segment. A tile past the end of its segment has no others to visit.
+    Without a schedule every batch entry b is a segment, and the number is b. A tile past the end of its segment has no others to
+    visit. A number below 0: the bounds make no sense.
     """
     if schedule is None:
-        return slot, 0, ROWS, 0, OTHERS, False
+        return slot, 0, ROWS, 0, OTHERS, b
     else:
         segment, tile, first, rows, start, others = planned(schedule, slot)
-        return tile, first, rows, start, tl.where(tile * BLOCK < rows, others, 0), segment < 0
+        return tile, first, rows, start, tl.where(tile * BLOCK < rows, others, 0), segment
 
 
 @triton.jit
-def bounded(used, b, CONTEXT, broken):
+def bounded(used, b, CONTEXT, segment):
     """(keys of batch entry b, whether the lengths make no sense)."""
     if used is None:
-        return CONTEXT, broken
+        return CONTEXT, segment < 0
     else:
         n = tl.load(used + b)
         broken = (n < 0) | (n > CONTEXT)
@@ -46,21 +58,27 @@ def bounded(used, b, CONTEXT, broken):
 
 
 @triton.jit
-def constants(scale, dropout_p, EXACT: tl.constexpr, ACC: tl.constexpr):
-    """(scale, the same in base-2 units, 1 / (1 - dropout_p)) in the accumulator's precision; scale comes in base-2 units."""
+def constants(scale, dropout_p, ADDED: tl.constexpr, EXACT: tl.constexpr, ACC: tl.constexpr):
+    """(scale in natural units, in those of the logits, 1 / (1 - dropout_p)) in the accumulator's precision."""
     if EXACT is not None:
-        natural = tl.full([], EXACT[0], ACC)
-        return natural, natural * 1.4426950408889634, tl.full([], 1.0 / EXACT[2], ACC)
+        scale = tl.full([], EXACT[0], ACC)
+        return scale, scale, tl.full([], 1.0 / EXACT[2], ACC)
+    elif ADDED:
+        return scale, scale, 1.0 / (1.0 - dropout_p)
     else:
         return scale * 0.6931471805599453, scale, 1.0 / (1.0 - dropout_p)
 
 
 @triton.jit
-def weights(s, shift, row, col, geo, terms, scale_log2, RIGHT: tl.constexpr, CHECK: tl.constexpr):
-    """(exp(logits - lse), d logit / d product if there is a softcap) of products s; all but s broadcast. shift: lse in base-2
-    units."""
-    s, slope = shape_logits(s, row, col, geo, terms, scale_log2, True)
-    p = tl.math.exp2(s - shift)
+def weights(s, shift, row, col, geo, terms, scale, RIGHT: tl.constexpr, CHECK: tl.constexpr, ADDED: tl.constexpr):
+    """(exp(logits - lse), d logit / d product if there is a softcap) of products s; all but s broadcast. shift: lse.
+
+    shift and scale are in natural units if ADDED, in base-2 ones otherwise."""
+    s, slope = shape_logits(s, row, col, geo, terms, scale, ADDED)
+    if ADDED:
+        p = power(s - shift)
+    else:
+        p = tl.math.exp2(s * scale - shift)
     if CHECK:
         p = tl.where(visible(row, col, geo, RIGHT), p, 0.0)
     return p, slope
@@ -137,7 +155,7 @@ def added(total, a, b, PRECISION: tl.constexpr, ACC: tl.constexpr):
 def _delta_kernel(
     out, grad_out, lse, delta, shift, SEQ, HEADS, BATCH_HEADS,
     stride_ob, stride_os, stride_oh, stride_gb, stride_gs, stride_gh,
-    ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ACC: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ADDED: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     bh = pid % BATCH_HEADS
@@ -148,19 +166,22 @@ def _delta_kernel(
     at = bh.to(tl.int64) * SEQ + rows
     tl.store(delta + at, tl.sum(o.to(ACC) * g.to(ACC), 1), rows < SEQ)
     s = tl.load(lse + at, rows < SEQ, other=0.0)
+    if not ADDED:
+        s = s * 1.4426950408889634
     # exp2(logits - inf) is 0: what rows that attended nothing need.
-    tl.store(shift + at, tl.where(s == float("-inf"), float("inf"), s * 1.4426950408889634), rows < SEQ)
+    tl.store(shift + at, tl.where(s == float("-inf"), float("inf"), s), rows < SEQ)
 
 
 @triton.jit
 def _kv_block(
     dk, dk2, dv, keys, cols, b, h, row, queries, geo, options, drop, scale,
     D: tl.constexpr, DP: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr,
-    RIGHT: tl.constexpr, GUARD: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    RIGHT: tl.constexpr, ADDED: tl.constexpr, GUARD: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The sums plus the part of BM query rows of one head. PACKED: tokens of no sequence, even NaN, may follow the segment."""
     kt, kt2, vt = keys
-    q, q2, grad_out, delta, shift, first, seq, SEQ, HEADS, q_strides, g_strides = queries
+    q, q2, grad_out, delta, shift, segment, first, seq, SEQ, HEADS, q_strides, g_strides = queries
     bh = b * HEADS + h
     start = row
     if PACKED and TMA:  # a tile that would pass the end ends there, on rows that other tiles have
@@ -184,10 +205,10 @@ def _kv_block(
     if bias is not None:
         bias += b.to(tl.int64) * bias_b + h.to(tl.int64) * bias_h
     if slopes is not None:
-        slopes = tl.load(slopes + b * slopes_b + h).to(ACC) * 1.4426950408889634
+        slopes = tl.load(slopes + segment * slopes_b + h).to(ACC)
     terms = (mask, mask_row, mask_col, bias, bias_row, bias_col, slopes, cap, seq)
     CHECK: tl.constexpr = RIGHT > 0 or geo[2] is not None
-    p, slope = weights(s, sh[None, :], rows[None, :], cols[:, None], geo, terms, scale, RIGHT, CHECK)
+    p, slope = weights(s, sh[None, :], rows[None, :], cols[:, None], geo, terms, scale, RIGHT, CHECK, ADDED)
     keep = keep_mask(drop, (first + rows)[None, :], cols[:, None], bh)
     dv = added(dv, thinned(p, keep, drop), gt, PRECISION, ACC)
     dp = thinned(product(vt, vt, gt, gt, 0, PRECISION, ACC), keep, drop)
@@ -215,18 +236,18 @@ def _kv_kernel(
     stride_gb, stride_gs, stride_gh, stride_mb, stride_mh, stride_ms, stride_mk, stride_bb, stride_bh, stride_bs, stride_bk,
     stride_ab, stride_lb, stride_lh, stride_lq,
     D: tl.constexpr, DP: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    NS: tl.constexpr, RIGHT: tl.constexpr, TMA: tl.constexpr, NEED_K: tl.constexpr, NEED_V: tl.constexpr,
+    NS: tl.constexpr, RIGHT: tl.constexpr, ADDED: tl.constexpr, TMA: tl.constexpr, NEED_K: tl.constexpr, NEED_V: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     bh, slot = slot_of(schedule, tl.cdiv(CONTEXT, BN), BATCH_KV, SECTION)  # longest first when causal
     b = bh // KV_HEADS
     kvh = bh % KV_HEADS
-    tile, k_first, context, first, seq, broken = place(schedule, slot, CONTEXT, SEQ, BN)
+    tile, k_first, context, first, seq, segment = place(schedule, slot, b, CONTEXT, SEQ, BN)
     limit = context  # of the keys to write
-    context, broken = bounded(used, b, context, broken)
-    natural, scale, gain = constants(scale, dropout_p, EXACT, ACC)
+    context, broken = bounded(used, b, context, segment)
+    natural, scale, gain = constants(scale, dropout_p, ADDED, EXACT, ACC)
     if cap is not None and EXACT is not None:
-        cap = tl.full([], EXACT[1] * 1.4426950408889634, ACC)
+        cap = tl.full([], EXACT[1], ACC)
     if seed is not None:
         seed = tl.load(seed)
     drop = (seed, dropout_p, gain)
@@ -235,7 +256,7 @@ def _kv_kernel(
     geo = (context - seq, context, left, right, prefix)
     options = (mask, stride_mb, stride_mh, stride_ms, stride_mk, bias, stride_bb, stride_bh, stride_bs, stride_bk,
                slopes, stride_ab, cap)  # fmt: skip
-    queries = (q, q2, grad_out, delta, shift, first, seq, SEQ, KV_HEADS * GROUP,
+    queries = (q, q2, grad_out, delta, shift, segment, first, seq, SEQ, KV_HEADS * GROUP,
                (stride_qb, stride_qs, stride_qh), (stride_gb, stride_gs, stride_gh))  # fmt: skip
     k_strides = (stride_kb, stride_ks, stride_kh)
     cols = tile * BN + tl.arange(0, BN)
@@ -257,7 +278,8 @@ def _kv_kernel(
             g = i // per
             row = (begin + i - g * per) * BM
             dk, dk2, dv = _kv_block(dk, dk2, dv, keys, cols, b, kvh * GROUP + g, row, queries, geo, options, drop, scale,
-                                    D, DP, D2, DV, DVP, BM, RIGHT, GUARD, TMA, schedule is not None, ACC, PRECISION)  # fmt: skip
+                                    D, DP, D2, DV, DVP, BM, RIGHT, ADDED, GUARD, TMA, schedule is not None, ACC,
+                                    PRECISION)  # fmt: skip
     else:
         for g in tl.range(0, GROUP, num_stages=1):
             h = kvh * GROUP + g
@@ -266,7 +288,7 @@ def _kv_kernel(
             for i in tl.range(0, tl.load(counts + at) * (128 // BM), num_stages=NS):
                 row = tl.load(blocks + i // (128 // BM)) * 128 + i % (128 // BM) * BM
                 dk, dk2, dv = _kv_block(dk, dk2, dv, keys, cols, b, h, row, queries, geo, options, drop, scale,
-                                        D, DP, D2, DV, DVP, BM, RIGHT, GUARD, TMA, False, ACC, PRECISION)  # fmt: skip
+                                        D, DP, D2, DV, DVP, BM, RIGHT, ADDED, GUARD, TMA, False, ACC, PRECISION)  # fmt: skip
     if used is not None:  # keys past the context, perhaps NaN
         dk = no_nan(dk, cols < context)
         dv = no_nan(dv, cols < context)
@@ -286,7 +308,8 @@ def _kv_kernel(
 def _q_block(
     dq, dq2, n, rows, seen, tiles, keys, geo, terms, drop, scale,
     D: tl.constexpr, DP: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, BN: tl.constexpr,
-    RIGHT: tl.constexpr, GUARD: tl.constexpr, TMA: tl.constexpr, CHECK: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    RIGHT: tl.constexpr, ADDED: tl.constexpr, GUARD: tl.constexpr, TMA: tl.constexpr, CHECK: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The sums plus the part of key block n. CHECK: the block may reach past what every row sees; seen: what some row sees."""
     qt, qt2, gt, sh, de, bh, q_first = tiles
@@ -300,7 +323,7 @@ def _q_block(
         kt2 = load_rows(k2, b, kvh, first + n * BN, first + context, k_strides, BN, D, D2, TMA, CHECK, DP)
     s = product(qt, qt2, kt, kt2, D2, PRECISION, ACC)
     dp = product(gt, gt, vt, vt, 0, PRECISION, ACC)
-    p, slope = weights(s, sh[:, None], rows[:, None], cols[None, :], geo, terms, scale, RIGHT, CHECK)
+    p, slope = weights(s, sh[:, None], rows[:, None], cols[None, :], geo, terms, scale, RIGHT, CHECK, ADDED)
     keep = keep_mask(drop, (q_first + rows)[:, None], cols[None, :], bh)
     UNSEEN: tl.constexpr = (GUARD and CHECK) or terms[0] is not None
     ds = logit_gradient(p, thinned(dp, keep, drop), de[:, None], slope, terms[7] is not None, UNSEEN)
@@ -323,19 +346,20 @@ def _q_kernel(
     stride_gb, stride_gs, stride_gh, stride_mb, stride_mh, stride_ms, stride_mk, stride_bb, stride_bh, stride_bs, stride_bk,
     stride_ab, stride_lb, stride_lh, stride_lq,
     D: tl.constexpr, DP: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    NS: tl.constexpr, RIGHT: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    NS: tl.constexpr, RIGHT: tl.constexpr, ADDED: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     bh, slot = slot_of(schedule, tl.cdiv(SEQ, BM), BATCH_HEADS, SECTION)
     b = bh // HEADS
     h = bh % HEADS
     kvh = h // GROUP
-    tile, q_first, seq, first, context, broken = place(schedule, slot, SEQ, CONTEXT, BM)
+    tile, q_first, seq, first, context, segment = place(schedule, slot, b, SEQ, CONTEXT, BM)
     if RIGHT and schedule is None:
         tile = tl.cdiv(SEQ, BM) - 1 - tile  # longest first
-    context, broken = bounded(used, b, context, broken)
-    natural, scale, gain = constants(scale, dropout_p, EXACT, ACC)
+    context, broken = bounded(used, b, context, segment)
+    natural, scale, gain = constants(scale, dropout_p, ADDED, EXACT, ACC)
     if cap is not None and EXACT is not None:
-        cap = tl.full([], EXACT[1] * 1.4426950408889634, ACC)
+        cap = tl.full([], EXACT[1], ACC)
     if seed is not None:
         seed = tl.load(seed)
     drop = (seed, dropout_p, gain)
@@ -347,7 +371,7 @@ def _q_kernel(
     if bias is not None:
         bias += b.to(tl.int64) * stride_bb + h.to(tl.int64) * stride_bh
     if slopes is not None:
-        slopes = tl.load(slopes + b * stride_ab + h).to(ACC) * 1.4426950408889634
+        slopes = tl.load(slopes + segment * stride_ab + h, context > 0, other=0.0).to(ACC)
     terms = (mask, stride_ms, stride_mk, bias, stride_bs, stride_bk, slopes, cap, seq)
     keys = (k, k2, v, b, kvh, first, (stride_kb, stride_ks, stride_kh), (stride_vb, stride_vs, stride_vh))
     q_strides = (stride_qb, stride_qs, stride_qh)
@@ -381,20 +405,20 @@ def _q_kernel(
             full = tl.maximum(full, start)
             for n in tl.range(begin, start, num_stages=EDGES):
                 dq, dq2 = _q_block(dq, dq2, n, rows, seen, tiles, keys, geo, terms, drop, scale,
-                                   D, DP, D2, DV, DVP, BN, RIGHT, GUARD, TMA, True, ACC, PRECISION)  # fmt: skip
+                                   D, DP, D2, DV, DVP, BN, RIGHT, ADDED, GUARD, TMA, True, ACC, PRECISION)  # fmt: skip
         for n in tl.range(start, full, num_stages=NS):
             dq, dq2 = _q_block(dq, dq2, n, rows, seen, tiles, keys, geo, terms, drop, scale,
-                               D, DP, D2, DV, DVP, BN, RIGHT, GUARD, TMA, False, ACC, PRECISION)  # fmt: skip
+                               D, DP, D2, DV, DVP, BN, RIGHT, ADDED, GUARD, TMA, False, ACC, PRECISION)  # fmt: skip
         for n in tl.range(full, end, num_stages=EDGES):
             dq, dq2 = _q_block(dq, dq2, n, rows, seen, tiles, keys, geo, terms, drop, scale,
-                               D, DP, D2, DV, DVP, BN, RIGHT, GUARD, TMA, True, ACC, PRECISION)  # fmt: skip
+                               D, DP, D2, DV, DVP, BN, RIGHT, ADDED, GUARD, TMA, True, ACC, PRECISION)  # fmt: skip
     else:
         in_map = b.to(tl.int64) * stride_lb + h.to(tl.int64) * stride_lh + tile * BM // 128
         blocks = lists + in_map * stride_lq
         for i in tl.range(0, tl.load(counts + in_map) * (128 // BN), num_stages=NS):
             n = tl.load(blocks + i // (128 // BN)) * (128 // BN) + (128 // BN - 1 - i % (128 // BN))
             dq, dq2 = _q_block(dq, dq2, n, rows, seen, tiles, keys, geo, terms, drop, scale,
-                               D, DP, D2, DV, DVP, BN, RIGHT, GUARD, TMA, True, ACC, PRECISION)  # fmt: skip
+                               D, DP, D2, DV, DVP, BN, RIGHT, ADDED, GUARD, TMA, True, ACC, PRECISION)  # fmt: skip
     at = (b.to(tl.int64) * SEQ + q_first + rows) * HEADS + h
     BREAKS: tl.constexpr = schedule is not None or used is not None
     _store_rows(grad_q, dq * natural, at, rows < seq, broken, BREAKS, 0, D, DP)

@@ -145,8 +145,11 @@ def logits(segment: Segment, args: Args) -> Logits:
         x, slope = args["softcap"] * t, 1 - t * t
     place = torch.arange(seq, device=q.device)[:, None] + (context - seq)
     col = torch.arange(context, device=q.device)
-    slopes, bias, mask = (_of(args.get(n), segment) for n in ("alibi_slopes", "bias", "mask"))
+    slopes = args.get("alibi_slopes")
+    bias, mask = (_of(args.get(n), segment) for n in ("bias", "mask"))
     if slopes is not None:
+        own = segment.batch if args.get("cu_seqlens_q") is None else slice(segment.number, segment.number + 1)
+        slopes = slopes if slopes.shape[0] == 1 else slopes[own]
         x = x - _outer(slopes.to(acc), 1, kv_heads)[..., None, None] * (place - col).abs()
     if bias is not None:
         bias = bias if bias.shape[3] == 1 else bias[..., segment.cols]
@@ -194,10 +197,12 @@ def forward(op: str, sizes: Sizes, args: dict[str, Any], out: Tensor, lse: Tenso
     for segment in segments(op, sizes, args):
         found = logits(segment, args)
         x, dtype = found.x, segment.v.dtype
+        if sinks is not None:  # a key more
+            sink = _outer(sinks.to(x.dtype), 0, kv_heads)[None, :, :, None, None]
+            x = torch.cat((x, sink.expand(*x.shape[:-1], 1)), -1)
         total = torch.logsumexp(x, dim=-1) if x.shape[-1] else x.new_full(x.shape[:-1], float("-inf"))
-        if sinks is not None:
-            total = torch.logaddexp(total, _outer(sinks.to(x.dtype), 0, kv_heads)[None, :, :, None])
-        p = torch.exp(x - total.masked_fill(total == float("-inf"), 0)[..., None])
+        # Not exp(x - total): of large logits, total is rounded as coarsely as they are.
+        p = torch.softmax(x, -1).masked_fill((total == float("-inf"))[..., None], 0)[..., : found.x.shape[-1]]
         if found.keep is not None:
             p = p * found.keep / (1 - args["dropout_p"])
         # The kernels multiply weights in v's dtype, and fp8 values as bf16.

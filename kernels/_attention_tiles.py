@@ -138,8 +138,8 @@ def load_paged(
 def shape_logits(s, row, col, geo, terms, scale, ADDED: tl.constexpr):
     """(logits, d logit / d product) of products s; row and col broadcast to s. The second means something with softcap only.
 
-    ADDED: logits are in base-2 units (scale holds log2(e)). Otherwise they stay unscaled, for the exponential to scale them in
-    one step, and only a bool mask may act on them.
+    ADDED: logits are scaled, in natural units (base-2 ones would round a logit of -6e4 more coarsely). Otherwise they stay
+    unscaled, for the exponential to scale them in one step, and only a bool mask may act on them.
     """
     offset, context, left, right, prefix = geo
     mask, mask_row, mask_col, bias, bias_row, bias_col, slope, cap, rows = terms
@@ -164,7 +164,7 @@ def shape_logits(s, row, col, geo, terms, scale, ADDED: tl.constexpr):
         else:
             at = bias + row.to(tl.int64) * bias_row + col.to(tl.int64) * bias_col
             a = tl.load(at, (row < rows) & (col < context), other=0.0)
-        s = s + a.to(s.dtype) * 1.4426950408889634
+        s = s + a.to(s.dtype)
     if mask is not None:
         if mask_row is None:
             a = tl.load(mask + col.to(tl.int64) * mask_col, col < context, other=0)
@@ -175,8 +175,14 @@ def shape_logits(s, row, col, geo, terms, scale, ADDED: tl.constexpr):
             s = tl.where(a != 0, s, float("-inf"))
         else:
             a = a.to(s.dtype)
-            s = tl.where(a > -2.0e38, s + a * 1.4426950408889634, float("-inf"))
+            s = tl.where(a > -2.0e38, s + a, float("-inf"))
     return s, factor
+
+
+@triton.jit
+def power(x):
+    """exp(x)."""
+    return tl.math.exp2(x * 1.4426950408889634)
 
 
 @triton.jit

@@ -34,7 +34,7 @@ from . import _attention as shared
 from . import _attention_reference
 from . import _attention_tiles as tiles
 from ._attention import normalise_mask
-from ._attention_tiles import kept, key_range, load_paged, load_rows, planned, shape_logits, visible
+from ._attention_tiles import kept, key_range, load_paged, load_rows, planned, power, shape_logits, visible
 from ._lang import cdiv, tl, triton
 from ._launch import descriptor, on_device
 from ._launch import launch as _launch
@@ -209,18 +209,21 @@ def _accumulate(
     DV: tl.constexpr, DVP: tl.constexpr, BN: tl.constexpr, ADDED: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
     PAGE: tl.constexpr, CHECK: tl.constexpr, RAGGED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One online-softmax step: key block n with logits s into the running maximum m (base 2), sum l and output acc.
+    """One online-softmax step: key block n with logits s into the running maximum m, sum l and output acc.
+
+    m and scale are in natural units if ADDED, in base-2 ones otherwise.
 
     RAGGED: the block may hold rows of v past the context that are not zero."""
     v, pages, b, h, start, strides, PAGES = values
     seed, first, bh, dropout_p = drop
     if ADDED:
         new = tl.maximum(m, tl.max(s, 1))
-        p = tl.math.exp2(s - new[:, None])
+        p = power(s - new[:, None])
+        shrink = power(m - new)
     else:
         new = tl.maximum(m, tl.max(s, 1) * scale)
         p = tl.math.exp2(s * scale - new[:, None])
-    shrink = tl.math.exp2(m - new)
+        shrink = tl.math.exp2(m - new)
     l = l * shrink + tl.sum(p, 1)
     acc = acc * shrink[:, None]
     cols = n * BN + tl.arange(0, BN)
@@ -278,17 +281,19 @@ def _forward_kernel(
         if prefix is not None:
             prefix = tl.load(prefix + b)
     kvh = h // GROUP
-    # Numbers of this head, in base-2 units.
     if EXACT is not None:
-        scale = tl.full([], EXACT[0] * 1.4426950408889634, ACC)
+        scale = tl.full([], EXACT[0], ACC)
         if cap is not None:
-            cap = tl.full([], EXACT[1] * 1.4426950408889634, ACC)
+            cap = tl.full([], EXACT[1], ACC)
     if q_scale is not None:
         scale = scale * tl.load(q_scale + b * stride_qc + h)
     if k_scale is not None:
         scale = scale * tl.load(k_scale + b * stride_kc + kvh)
     if slopes is not None:
-        slopes = tl.load(slopes + b * stride_ab + h).to(ACC) * 1.4426950408889634
+        if schedule is not None:  # tokens of no sequence have no slopes to be read
+            slopes = tl.load(slopes + segment * stride_ab + h, context > 0, other=0.0).to(ACC)
+        else:
+            slopes = tl.load(slopes + b * stride_ab + h).to(ACC)
     if mask is not None:
         mask += b.to(tl.int64) * stride_mb + h.to(tl.int64) * stride_mh
     if bias is not None:
@@ -381,14 +386,16 @@ def _forward_kernel(
                             True, ACC, PRECISION)  # fmt: skip
                 m, l, acc = _accumulate(s, values, n, m, l, acc, rows, geo, drop, scale, DV, DVP, BN, ADDED, MASKED,
                                           TMA, PAGE, True, False, ACC, PRECISION)  # fmt: skip
+    if not ADDED:
+        m = m * 0.6931471805599453
     if sinks is not None:
-        sink = tl.load(sinks + h).to(ACC) * 1.4426950408889634
+        sink = tl.load(sinks + h).to(ACC)
         new = tl.maximum(m, sink)
-        shrink = tl.math.exp2(m - new)
-        l = l * shrink + tl.math.exp2(sink - new)
+        shrink = power(m - new)
+        l = l * shrink + power(sink - new)
         acc = acc * shrink[:, None]
         m = new
-    total = (m + tl.math.log2(l)) * 0.6931471805599453
+    total = m + tl.math.log2(l) * 0.6931471805599453
     acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
     if seed is not None:
         if EXACT is not None:

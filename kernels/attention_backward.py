@@ -9,7 +9,7 @@ options and what hides a key as in attention.py; grad_k and grad_v are summed ov
 mask get no gradient. Rows that attend nothing get and give zero gradients; so do tokens past the last boundary and keys past
 seqused_k. Lengths that make no sense give NaN gradients.
 
-Launches: delta (and lse in the units of the exponentials), then grad_k and grad_v with one program per key tile, then
+Launches: delta (and shift, lse in the units of the logits), then grad_k and grad_v with one program per key tile, then
 grad_q with one program per query tile, then those of attention_bias_backward.py. Nothing is accumulated in memory, so equal
 inputs give equal bits; the price is 7 matrix products instead of 5.
 
@@ -266,7 +266,7 @@ def launch(
     tma = shared.uses_tma(target, *tensors)
     configs = dict(zip(("kv", "q"), _configs(sizes, args)))
     d = shared.dims(sizes["head_dim"], sizes["v_dim"])
-    numerics = shared.numerics(args, target)
+    numerics, added = shared.numerics(args, target), shared.adds(args)
     strides = [stride for t in tensors for stride in shared.row_strides(t, tma)]
     packed = cu_seqlens_q is not None
 
@@ -279,7 +279,7 @@ def launch(
             (*_operands(tensors, config, d, tma), delta, shift, *results, mask_, bias_, slopes, numbers, lists, prefix, used,
              seed_, schedule, *facts.numbers, seq, context, *counts, *strides, *facts.strides[:12]),
             {**d, "BM": config.block_m, "BN": config.block_n, "NS": config.num_stages, "RIGHT": facts.constexprs["RIGHT"],
-             "TMA": tma, **more, **numerics, "num_warps": config.num_warps, "num_stages": config.num_stages},
+             "ADDED": added, "TMA": tma, **more, **numerics, "num_warps": config.num_warps, "num_stages": config.num_stages},
         )  # fmt: skip
 
     with on_device(q):
@@ -287,7 +287,7 @@ def launch(
             _delta_kernel, (cdiv(seq, DELTA_ROWS) * batch * heads,),
             (out, tensors[3], lse.contiguous(), delta, shift, seq, heads, batch * heads,
              *out.stride()[:3], *tensors[3].stride()[:3]),
-            {"ROWS": DELTA_ROWS, "D": d["DV"], "DP": d["DVP"], "ACC": numerics["ACC"], "num_warps": 4},
+            {"ROWS": DELTA_ROWS, "D": d["DV"], "DP": d["DVP"], "ADDED": added, "ACC": numerics["ACC"], "num_warps": 4},
         )  # fmt: skip
         if need_k or need_v:
             if cu_seqlens_q is not None and cu_seqlens_k is not None:
@@ -306,7 +306,7 @@ def launch(
             launch_bias(args, sizes, _operands(tensors, configs["q"], d, tma), delta, shift, grad_bias, strides, configs["q"],
                         {**d, "TMA": tma, **numerics})  # fmt: skip
         if need_sinks and sinks is not None:
-            launch_sinks(sinks, delta, shift, grad_sinks, numerics["ACC"])
+            launch_sinks(sinks, delta, shift, grad_sinks, added, numerics["ACC"])
     return grads
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import _attention as shared
 from ._attention_gradients import bounded, constants, keep_mask, logit_gradient, product, thinned, weights
-from ._attention_tiles import load_rows, row_range
+from ._attention_tiles import load_rows, power, row_range
 from ._lang import cdiv, tl, triton
 from ._launch import launch as _launch
 from ._spec import Args, Sizes
@@ -32,7 +32,7 @@ def _bias_block(
     q, q2, k, k2, v, grad_out, delta, shift = operands
     q_strides, k_strides, v_strides, g_strides = strides
     mask, mask_b, mask_h, mask_row, mask_col, bias, bias_b, bias_h, bias_row, bias_col, slopes, slopes_b, cap = options
-    context, broken = bounded(used, b, CONTEXT, False)
+    context, broken = bounded(used, b, CONTEXT, b)
     if prefix is not None:
         prefix = tl.load(prefix + b)
     geo = (context - SEQ, context, left, right, prefix)
@@ -40,7 +40,7 @@ def _bias_block(
         mask += b.to(tl.int64) * mask_b + h.to(tl.int64) * mask_h
     bias += b.to(tl.int64) * bias_b + h.to(tl.int64) * bias_h
     if slopes is not None:
-        slopes = tl.load(slopes + b * slopes_b + h).to(ACC) * 1.4426950408889634
+        slopes = tl.load(slopes + b * slopes_b + h).to(ACC)
     terms = (mask, mask_row, mask_col, bias, bias_row, bias_col, slopes, cap, SEQ)
     rows = m * BM + tl.arange(0, BM)
     cols = n * BN + tl.arange(0, BN)
@@ -58,7 +58,7 @@ def _bias_block(
     de = tl.load(delta + at, rows < SEQ, other=0.0)
     s = product(qt, qt2, kt, kt2, D2, PRECISION, ACC)
     dp = product(gt, gt, vt, vt, 0, PRECISION, ACC)
-    p, _ = weights(s, sh[:, None], rows[:, None], cols[None, :], geo, terms, scale, RIGHT, True)
+    p, _ = weights(s, sh[:, None], rows[:, None], cols[None, :], geo, terms, scale, RIGHT, True, True)
     if block_map is not None:
         map_b, map_h, map_row, map_col = map_strides
         entry = b.to(tl.int64) * map_b + h * map_h + (m * BM // 128) * map_row + (n * BN // 128) * map_col
@@ -82,9 +82,9 @@ def _bias_kernel(
     PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
-    _, scale, gain = constants(scale, dropout_p, EXACT, ACC)
+    _, scale, gain = constants(scale, dropout_p, True, EXACT, ACC)
     if cap is not None and EXACT is not None:
-        cap = tl.full([], EXACT[1] * 1.4426950408889634, ACC)
+        cap = tl.full([], EXACT[1], ACC)
     if seed is not None:
         seed = tl.load(seed)
     drop = (seed, dropout_p, gain)
@@ -141,9 +141,13 @@ def _bias_kernel(
 
 
 @triton.jit
-def _sinks_kernel(delta, shift, sinks, grad_sinks, SEQ, HEADS, BATCH, ROWS: tl.constexpr, ACC: tl.constexpr):
+def _sinks_kernel(
+    delta, shift, sinks, grad_sinks, SEQ, HEADS, BATCH, ROWS: tl.constexpr, ADDED: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
     h = tl.program_id(0)
-    sink = tl.load(sinks + h).to(ACC) * 1.4426950408889634
+    sink = tl.load(sinks + h).to(ACC)
+    if not ADDED:
+        sink = sink * 1.4426950408889634
     total = tl.zeros([ROWS], ACC)
     per = tl.cdiv(SEQ, ROWS)
     for i in tl.range(0, BATCH * per):
@@ -151,8 +155,12 @@ def _sinks_kernel(delta, shift, sinks, grad_sinks, SEQ, HEADS, BATCH, ROWS: tl.c
         at = (i // per * HEADS + h).to(tl.int64) * SEQ + row
         sh = tl.load(shift + at, row < SEQ, other=float("inf"))
         de = tl.load(delta + at, row < SEQ, other=0.0)
+        if ADDED:
+            p = power(sink - sh)
+        else:
+            p = tl.math.exp2(sink - sh)
         # Tokens of no sequence have no sink either, and delta may be NaN there.
-        total -= tl.where(sh == float("inf"), 0.0, tl.math.exp2(sink - sh) * de)
+        total -= tl.where(sh == float("inf"), 0.0, p * de)
     tl.store(grad_sinks + h, tl.sum(total, 0).to(grad_sinks.dtype.element_ty))
 
 
@@ -179,7 +187,7 @@ def launch_bias(args: Args, sizes: Sizes, operands: list[Any], delta: Tensor, sh
     )  # fmt: skip
 
 
-def launch_sinks(sinks: Tensor, delta: Tensor, shift: Tensor, grad_sinks: Tensor, acc: Any) -> None:
+def launch_sinks(sinks: Tensor, delta: Tensor, shift: Tensor, grad_sinks: Tensor, added: bool, acc: Any) -> None:
     batch, heads, seq = delta.shape
     _launch(_sinks_kernel, (heads,), (delta, shift, sinks.contiguous(), grad_sinks, seq, heads, batch),
-            {"ROWS": SINK_ROWS, "ACC": acc, "num_warps": 4})  # fmt: skip
+            {"ROWS": SINK_ROWS, "ADDED": added, "ACC": acc, "num_warps": 4})  # fmt: skip

@@ -32,7 +32,7 @@ from torch import Tensor
 from . import _attention as shared
 from . import _attention_reference
 from ._attention_choice import DECODE_ROWS
-from ._attention_tiles import shape_logits, visible
+from ._attention_tiles import power, shape_logits, visible
 from ._lang import cdiv, next_power_of_2, tl, triton
 from ._launch import contiguous_last, on_device
 from ._launch import launch as _launch
@@ -261,17 +261,16 @@ def _split_kernel(
         context = tl.load(used + b)
         broken = (context < 0) | (context > CONTEXT)
         context = tl.where(broken, 0, context)
-    # Numbers of this head, in base-2 units.
     if EXACT is not None:
-        scale = tl.full([], EXACT[0] * 1.4426950408889634, ACC)
+        scale = tl.full([], EXACT[0], ACC)
         if cap is not None:
-            cap = tl.full([], EXACT[1] * 1.4426950408889634, ACC)
+            cap = tl.full([], EXACT[1], ACC)
     if k_scale is not None:
         scale = scale * tl.load(k_scale + b * stride_kc + kvh)
     if q_scale is not None:
         scale = (scale * tl.load(q_scale + b * stride_qc + head))[:, None]
     if slopes is not None:
-        slopes = (tl.load(slopes + b * stride_ab + head).to(ACC) * 1.4426950408889634)[:, None]
+        slopes = tl.load(slopes + b * stride_ab + head).to(ACC)[:, None]
     if mask is not None:
         mask += b * stride_mb
         if stride_ms is not None:
@@ -303,7 +302,7 @@ def _split_kernel(
     m = tl.full([ROWS], -3.0e38, ACC)
     l = tl.zeros([ROWS], ACC)
     if sinks is not None:
-        sink = tl.load(sinks + head).to(ACC) * 1.4426950408889634
+        sink = tl.load(sinks + head).to(ACC)
         none = (sink < -3.0e38) | (split > 0)
         m = tl.where(none, m, sink)
         l = tl.where(none, 0.0, l + 1.0)
@@ -361,8 +360,8 @@ def _split_kernel(
             ok = ok & visible(row[:, None], col[None, :], geo, RIGHT)
         s = tl.where(ok, s, float("-inf"))
         new = tl.maximum(m, tl.max(s, 1))
-        p = tl.math.exp2(s - new[:, None])
-        shrink = tl.math.exp2(m - new)
+        p = power(s - new[:, None])
+        shrink = power(m - new)
         l = l * shrink + tl.sum(p, 1)
         vt = _load(v, v_at, inside, DV, DVP, 0)
         if mask is not None or bias is not None:
@@ -376,7 +375,7 @@ def _split_kernel(
     d = tl.arange(0, DVP)
     if WHOLE:
         heads = KV_HEADS * GROUP
-        tl.store(lse + (b * heads + head) * SEQ + row, (m + tl.math.log2(l)) * 0.6931471805599453, live)
+        tl.store(lse + (b * heads + head) * SEQ + row, m + tl.math.log2(l) * 0.6931471805599453, live)
         acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
         at = ((b * SEQ + row) * heads + head) * DV
         tl.store(out + at[:, None] + d[None, :], acc.to(out.dtype.element_ty), live[:, None] & (d < DV)[None, :])
@@ -404,13 +403,13 @@ def _combine_kernel(
     at = (bh * SPLITS + every) * packed + r
     maxima = tl.load(part_max + at, every < SPLITS, other=-3.0e38)
     top = tl.max(maxima, 0)
-    total = tl.sum(tl.math.exp2(maxima - top) * tl.load(part_sum + at, every < SPLITS, other=0.0), 0)
+    total = tl.sum(power(maxima - top) * tl.load(part_sum + at, every < SPLITS, other=0.0), 0)
     y = tl.zeros([DVP], ACC)
     for first in range(0, SPLITS, BLOCK):
         s = first + tl.arange(0, BLOCK)
         there = s < SPLITS
         part = (bh * SPLITS + s) * packed + r
-        w = tl.math.exp2(tl.load(part_max + part, there, other=-3.0e38) - top)
+        w = power(tl.load(part_max + part, there, other=-3.0e38) - top)
         if SOME:
             there = tl.load(part_sum + part, there, other=0.0) > 0.0
         values = tl.load(part_out + part[:, None] * DV + d[None, :], there[:, None] & (d < DV)[None, :], other=0.0)
@@ -421,7 +420,7 @@ def _combine_kernel(
     row = r // GROUP
     heads = KV_HEADS * GROUP
     tl.store(out + ((b * SEQ + row) * heads + head) * DV + d, y.to(out.dtype.element_ty), d < DV)
-    tl.store(lse + (b * heads + head) * SEQ + row, (top + tl.math.log2(total)) * 0.6931471805599453)
+    tl.store(lse + (b * heads + head) * SEQ + row, top + tl.math.log2(total) * 0.6931471805599453)
 
 
 def launch(
@@ -447,7 +446,7 @@ def launch(
         for at, t in ((2, mask), (6, bias)):
             strides[at] = strides[at] or (0 if _per_row(t, group) else None)
         near = 0 <= right < seq - 1  # otherwise every query sees the end of the context
-        scale, cap = facts.numbers[:2]
+        cap = facts.numbers[1]
         q, k, v = map(contiguous_last, (q, k, v))
         parts = SPEC.empty_scratch(args, sizes) if count > 1 else (out, lse, None)
         _launch(

@@ -48,7 +48,7 @@ class Case:
     window: tuple[int, int] | None = None
     softcap: float = 0.0
     sinks: bool = False
-    alibi: str = ""  # heads: a slope for each head; batch: for each of each batch entry
+    alibi: str = ""  # heads: a slope for each head; batch: for each of each batch entry or sequence
     bias: str = ""  # full; or one over batch, heads, both; row: one row for all queries; column: one number for all keys
     mask: str = ""
     block_map: str = ""  # both: one map; heads: one for each head; full: for each batch entry, too
@@ -209,7 +209,7 @@ def _inputs(c: Case, g: torch.Generator) -> Inputs:
         options["sinks"] = (randn(c.heads) + 3 * (c.bias == "column")).to(torch.float32 if c.dtype is FP8 else c.dtype)
     if c.alibi:
         # Distances times slopes of a few units at most: half precision keeps no more of a logit.
-        slopes = torch.rand(c.heads if c.alibi == "heads" else (c.batch, c.heads), generator=g) * min(1, 50 / max(c.context, 1))
+        slopes = torch.rand(c.heads if c.alibi == "heads" else (n, c.heads), generator=g) * min(1, 50 / max(c.context, 1))
         options["alibi_slopes"] = slopes.reshape(-1) if c.alibi == "heads" else slopes
     if c.block_map:
         shape = [1 if c.block_map != "full" else c.batch, 1 if c.block_map == "both" else c.heads]
@@ -302,7 +302,7 @@ def results(case: Case, target: str, run: Callable[[Inputs], Any] = public, layo
     x = case.inputs().changed(layout)
     if target == "cuda":
         x = x.changed(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda").copy_(t))
-    with at_target(target):
+    with at_target("sm_89" if target == "sm_80" and case.dtype is FP8 else target):  # the oldest that has fp8
         got = with_gradients(run, x)
     return {n: t.cpu() for n, t in got.items()}
 

@@ -129,7 +129,7 @@ def formula(x: Inputs) -> tuple[Tensor, Tensor]:
                 logits = c.softcap * torch.tanh(logits / c.softcap)
             if c.alibi:
                 slopes = o["alibi_slopes"]
-                slope = slopes[h] if slopes.dim() == 1 else slopes[s.batch, h]
+                slope = slopes[h] if slopes.dim() == 1 else slopes[s.number, h]
                 logits = logits - (slope * (place - torch.arange(cols)).abs()).to(dtype)
             if c.bias:
                 logits = logits + at(o["bias"], s.batch, h, rows, cols).to(dtype)

@@ -1,7 +1,7 @@
 """What the compiler makes of the attention kernels for each GPU, without one: spills, matrix instructions, memory.
 
-Gates hold for triton 3.6, whose ptxas the target machine runs. Where spills are allowed their bytes are in
-spills_attention.json and may only shrink; `python tests/test_attention_aot.py` measures them again.
+Where spills are allowed their bytes are in spills_attention.json and may only shrink; `python tests/test_attention_aot.py`
+measures them again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fusedblock import ops
-from fusedblock.kernels import _lang, attention, attention_backward
+from fusedblock.kernels import attention, attention_backward
 from fusedblock.kernels._target import TARGETS
 
 TABLE = Path(__file__).with_name("spills_attention.json")
@@ -65,9 +65,8 @@ def check(target: str, head_dim: int, dtype: torch.dtype, mask: str, causal: boo
     kernels = compiled(*case)
     assert [k.name for k in kernels] == ["_forward_kernel", "_delta_kernel", "_kv_kernel", "_q_kernel"]
     allowed = {} if gated(*case[:3]) else json.loads(TABLE.read_text())
-    known = _lang.VERSION == (3, 6)
     for kernel in kernels:
-        limit = allowed.get(key(*case, kernel.name), 0) if known else 1 << 30
+        limit = aot.spills(allowed.get(key(*case, kernel.name), 0))
         assert aot.problems([kernel], TARGETS[target], wgmma=True, max_spill_bytes=limit) == []
     if TARGETS[target].tma and dtype.itemsize == 2:
         assert all("cp.async.bulk.tensor" in k.asm["ptx"] for k in kernels if k.name != "_delta_kernel")

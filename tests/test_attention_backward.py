@@ -60,7 +60,7 @@ def differentiable(found: list[Case]) -> list[Case]:
 ALONE = dict.fromkeys([Case(), *differentiable(cases.alone())])
 
 
-@pytest.mark.parametrize("target", (*PATHS, "cpu"))
+@pytest.mark.parametrize("target", ("sm_90", "cpu", pytest.param("sm_80", marks=pytest.mark.slow)))
 @pytest.mark.parametrize("case", ALONE, ids=str)
 def test_each_option(case, target):
     check(case, target)

@@ -169,18 +169,21 @@ def test_tokens_past_the_last_boundary(target):
 
 
 @pytest.mark.parametrize("target", ["cpu", *PATHS])
-def test_logits_near_the_end_of_fp16(target):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_logits_near_the_end_of_fp16(dtype, target):
     """Every logit of about -6e4 that counts: weights are of their differences."""
-    case = Case(**TINY, dtype=torch.float16, causal=True, bias="full")
-    x = case.inputs()
-    x.options["bias"] = (x.options["bias"] * 32 - 6e4).half()
+    x = Case(seq=64, context=96, heads=2, kv_heads=1, dtype=dtype, bias="full").inputs()
+    spread = 1 if dtype is torch.float32 else 32
+    x.options["bias"] = (x.options["bias"] * spread - 6e4).to(dtype)
     with at_target(target):
         got = with_gradients(public, x)
-    double = x.changed(lambda t: t.double() if t.is_floating_point() else t)
-    want = with_gradients(formula, double)
+    want = with_gradients(formula, x.changed(lambda t: t.double() if t.is_floating_point() else t))
+    plain = with_gradients(formula, x.changed(lambda t: t.float() if t.is_floating_point() else t))
     assert want["lse"].max() < -5e4
-    for name in ("out", "grad_v"):
-        assert error(got[name], want[name]) < 2 * torch.finfo(torch.float16).eps
+    for name, value in want.items():
+        # Plain torch keeps the weights; a backward makes them again, and lse is rounded as coarsely as the logits are.
+        most = (2 if name.startswith("grad") else 1.1) * error(plain[name], value)
+        assert error(got[name], value) < most + (dtype is torch.float16) * torch.finfo(dtype).eps, name
 
 
 # ---- lengths that make no sense ----------------------------------------------------------------------------------------------
@@ -265,7 +268,7 @@ REFUSED = {
     "block_map, packed": (PACKED, {"block_map": MAP}, "block_map and cu_seqlens_q"),
     "prefix_lens, packed": (PACKED, {"prefix_lens": ints(1)}, "prefix_lens and cu_seqlens_q"),
     "seqused_k, packed": (PACKED, {"seqused_k": ints(1)}, "cu_seqlens_k and seqused_k"),
-    "slopes by sequence, packed": (PACKED, {"alibi_slopes": torch.ones(6, 2)}, r"alibi_slopes has shape \(6, 2\)"),
+    "slopes by sequence, packed": (PACKED, {"alibi_slopes": torch.ones(5, 2)}, "alibi_slopes has 5 sequences, but q has 6"),
     "mask, paged": (PAGED, {"mask": MASK}, "mask and block_table"),
     "bias, paged": (PAGED, {"bias": BIAS}, "bias and block_table"),
     "block_map, paged": (PAGED, {"block_map": MAP}, "block_map and block_table"),

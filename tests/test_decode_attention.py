@@ -52,7 +52,7 @@ def check(case: Case, target: str | Target = "sm_90") -> None:
 # ---- every option ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target", [TARGETS["sm_80"], replace(H100, sms=1)], ids=["split", "one split"])
+@pytest.mark.parametrize("target", [TARGETS["sm_89"], replace(H100, sms=1)], ids=["split", "one split"])
 def test_every_option(target: Target) -> None:
     for case in taken(attention_cases.alone(**SMALL)):
         check(case, target)
@@ -73,7 +73,7 @@ TOGETHER = [
 
 
 @pytest.mark.parametrize("options", TOGETHER, ids=lambda o: "-".join(o))
-@pytest.mark.parametrize("target", ["sm_90", "sm_86", "gfx942"])
+@pytest.mark.parametrize("target", ["sm_90", "sm_89", "gfx942"])
 def test_options_together(target: str, options: dict[str, Any]) -> None:
     check(forward(Case(**{**SMALL, **options})), target)
 
@@ -292,7 +292,10 @@ def everything(batch: int, heads: int, seq: int) -> dict[str, Any]:
             "right": 0, "softcap": 30.0}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["sm_80", "sm_86", "sm_90", "sm_100", "gfx942"])
+AHEAD = ["sm_90", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sm_80", "sm_86", "sm_100", "gfx942"))]
+
+
+@pytest.mark.parametrize("name", AHEAD)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_compiles_without_spills(name: str, head_dim: int) -> None:
     go = functools.partial(compiled, TARGETS[name], head_dim=head_dim, v_dim=head_dim, kv_heads=8)
@@ -300,7 +303,8 @@ def test_compiles_without_spills(name: str, head_dim: int) -> None:
     for batch in (1, 64):  # fewer sequences than SMs, and more
         for options in ({}, {"mask": meta(1, 1, 1, 4096, dtype=torch.bool)}, {"page": 16}, {"page": 256}):
             kernels += go(batch=batch, seq=1, heads=32, **options)
-    assert sum("combine" in k.name for k in kernels) in (4, 8) and aot.problems(kernels, TARGETS[name]) == []
+    assert sum("combine" in k.name for k in kernels) in (4, 8)
+    assert aot.problems(kernels, TARGETS[name], max_spill_bytes=aot.spills(0)) == []
 
 
 @pytest.mark.slow
@@ -312,15 +316,15 @@ def test_no_form_spills(name: str, dtype: torch.dtype) -> None:
         go = functools.partial(compiled, TARGETS[name], dtype=dtype, **sizes)
         for batch in (1, 64):
             kernels = [*go(batch=batch), *go(batch=batch, **everything(batch, 32, seq)), *go(batch=batch, page=16, right=0)]
-            assert aot.problems(kernels, TARGETS[name]) == []
+            assert aot.problems(kernels, TARGETS[name], max_spill_bytes=aot.spills(0)) == []
 
 
-@pytest.mark.parametrize("name", ["sm_80", "sm_86", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("name", AHEAD)
 def test_wide_heads_fit(name: str) -> None:
     """Keys of 576 columns with values of 512: spills of a few bytes are allowed, too much shared memory is not."""
     for rows in (16, 32, 64):
         kernels = compiled(TARGETS[name], 1, 1, rows, 1, 576, 512)
-        assert aot.problems(kernels, TARGETS[name], max_spill_bytes=16) == []
+        assert aot.problems(kernels, TARGETS[name], max_spill_bytes=aot.spills(16)) == []
 
 
 # ---- on the GPU --------------------------------------------------------------------------------------------------------------

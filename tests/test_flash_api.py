@@ -62,6 +62,7 @@ FLASH = [
     Case(), Case(causal=True), Case(seq=60, context=20, causal=True), Case(window=(7, 0)), Case(window=(-1, 4), causal=True),
     Case(softcap=2.0), Case(alibi="heads", causal=True), Case(alibi="batch"), Case(scale=0.1), Case(heads=6, kv_heads=1),
     Case(layout="packed", causal=True), Case(layout="packed", window=(5, 3), softcap=1.5), Case(layout="packed", alibi="heads"),
+    Case(layout="packed", alibi="batch"), Case(layout="packed-paged", lengths=((1, 9), (1, 0), (1, 40)), alibi="batch"),
     Case(layout="packed-paged", causal=True), Case(layout="packed-paged", lengths=((1, 9), (1, 0), (1, 40)), window=(8, 0)),
 ]  # fmt: skip
 
@@ -149,11 +150,11 @@ PACKED = Case(layout="packed").inputs()
 @pytest.mark.parametrize(
     "x, more, message",
     [
-        (PACKED, {"alibi_slopes": torch.ones(6, 4)}, r"alibi_slopes has shape \(6, 4\)"),
+        (PACKED, {"alibi_slopes": torch.ones(5, 4)}, "alibi_slopes has 5 sequences, but q has 6"),
         (PACKED, {"dropout_p": 1.0}, "flash_attn_varlen_func: dropout_p=1.0"),
         (PACKED, {"max_seqlen_q": 39}, "flash_attn_varlen_func: max_seqlen_q=39.*40"),
         (PACKED, {"max_seqlen_k": 39}, "flash_attn_varlen_func: max_seqlen_k=39.*40"),
-        (PACKED, {"window_size": (1, 2, 3)}, r"window=\(1, 2, 3\)"),
+        (PACKED, {"window_size": (1, 2, 3)}, r"flash_attn_varlen_func: window_size=\(1, 2, 3\)"),
         (PACKED, {"cu_seqlens_q": torch.tensor([0, 9, 8, 10, 11, 12, 13], dtype=torch.int32)}, "cu_seqlens_q=.*never decrease"),
         (PAGED, {"q": PAGED.q.clone().requires_grad_()}, "block_table is given, but gradients"),
         (PAGED, {"block_table": PAGED.options["block_table"].long()}, "block_table has dtype torch.int64"),

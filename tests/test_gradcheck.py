@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from attention_cases import GRADIENTS, TENSORS, Case
 from op_cases import SMALL, differentiable, recording
 from torch import Tensor
 
@@ -26,3 +29,37 @@ def test_gradcheck(case):
         # fast_mode: along random directions, since a call takes milliseconds and every element would be two.
         assert torch.autograd.gradcheck(call, [args[n].requires_grad_() for n in names], fast_mode=True, atol=1e-7, rtol=1e-5)
     assert {a.dtype for launch in launches for a in launch.arguments.values() if isinstance(a, Tensor)} == {torch.float64}
+
+
+SMALL_ATTENTION = Case(seq=5, context=7, heads=2, kv_heads=1, batch=1, lengths=((3, 4), (2, 2)), dtype=torch.float64)
+ATTENTION = {
+    **{f"bias-{kind}": {"bias": kind} for kind in ("full", "row")},
+    "bias-both": {"bias": "both", "batch": 2},
+    "bias-column": {"bias": "column", "sinks": True, "batch": 2},
+    "softcap": {"softcap": 0.8},
+    "window": {"window": (2, 1)},
+    "alibi": {"alibi": "batch", "causal": True, "batch": 2},
+    "dropout": {"dropout": 0.3},
+    "prefix": {"prefix": True, "causal": True, "batch": 2},
+    "packed": {"layout": "packed", "causal": True, "sinks": True},
+    "block_map": {"block_map": "heads", "context": 140, "head_dim": 8},
+    "seqused_k": {"seqused": True, "batch": 2},
+    "values": {"v_dim": 24, "mask": "bool"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_gradcheck_of_attention(name):
+    """Every option with a fixed seed of dropout; hidden keys are NaN, whose gradients are 0 as the differences are."""
+    x = replace(SMALL_ATTENTION, **ATTENTION[name]).inputs()
+    args = dict(zip(("q", "k", "v", *TENSORS), x.op_args()))
+    rest = x.op_args()[len(args) :]
+    names = [n for n in GRADIENTS if args[n] is not None]
+
+    def call(*leaves: Tensor) -> Tensor:
+        return torch.ops.fusedblock.attention.default(*{**args, **dict(zip(names, leaves))}.values(), *rest)[0]
+
+    with recording("sm_90") as launches:
+        leaves = [args[n].detach().requires_grad_() for n in names]
+        assert torch.autograd.gradcheck(call, leaves, fast_mode=True, atol=1e-7, rtol=1e-5)
+    assert launches

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from einops import einsum
+from test_house import run_python
 from triton.language.extra import libdevice
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -447,6 +448,13 @@ def test_mode_and_target_hold_inside_and_end_with_the_context():
     assert "new_empty" not in torch.Tensor.__dict__
     with pytest.raises(RuntimeError, match="active drivers"):
         masked_copy_kernel[(1,)](x, x, 1, BLOCK=32)
+
+
+def test_device_contexts_work_after_their_first_use_inside():
+    """In a process of its own: torch looks at its functions once."""
+    use = "with torch.device('meta'):\n        assert torch.empty(0).is_meta"
+    run_python(f"import torch\nfrom fusedblock.interpret import interpret\nwith interpret():\n    {use}\nif True:\n    {use}")
+
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32, torch.float64])

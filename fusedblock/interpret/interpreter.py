@@ -163,6 +163,11 @@ def _poisoned(make: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
+# torch keeps, from the first time it is asked, the functions that a device context changes: they must not be the poisoned ones.
+with torch.device("cpu"):
+    torch.empty(0)
+
+
 def _poison_changes() -> list[tuple[Any, str, Any]]:
     makers = {torch: ("empty", "empty_like", "empty_strided"), Tensor: ("new_empty", "new_empty_strided")}
     return [(owner, name, _poisoned(getattr(owner, name))) for owner, names in makers.items() for name in names]

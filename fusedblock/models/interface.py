@@ -47,12 +47,13 @@ def register_attention() -> None:
     """Register "fusedblock" with transformers as an attention implementation, with its masks: attn_implementation="fusedblock".
 
     Any model of transformers that asks for its attention by name then runs on `fusedblock.attention`, whether its layers are
-    fused or not: causal or not, windows, softcap, sinks, position biases, padded batches, packed sequences (by position_ids or
-    cu_seq_lens_q), every cache. "paged|fusedblock" is for `generate_batch` of the transformers that let it be chosen (before
-    5.24). What attention does not understand raises and names it. Attention weights are never formed: output_attentions raises.
+    fused or not: causal or not, windows, softcap, sinks, position biases, padded batches, packed sequences (by cu_seq_lens_q, or
+    without a cache by position_ids, of models that hand them to their masks), every cache. "paged|fusedblock" is for
+    `generate_batch` of the transformers that let it be chosen (before 5.24). What attention does not understand raises and names
+    it. Attention weights are never formed: output_attentions raises.
 
-    `fuse` calls this, and so does importing fusedblock after transformers. Calling it again changes nothing. Raises ImportError
-    if there is no transformers.
+    `fuse` calls this, and so does importing fusedblock where transformers has been imported already (importing transformers
+    later registers nothing). Calling it again changes nothing. Raises ImportError if there is no transformers.
     """
     modeling, masking = (importlib.import_module(name) for name in ("transformers.modeling_utils", _MASKING))
     modeling.AttentionInterface.register(NAME, attention_forward)
