@@ -184,7 +184,7 @@ BACKWARD_CONFIGS = list(attention_backward.CONFIGS)
 
 
 @pytest.mark.parametrize("n", range(max(len(FORWARD_CONFIGS), len(BACKWARD_CONFIGS))))
-@pytest.mark.parametrize("mask, target", [("", "sm_90"), ("bool", "sm_80")])
+@pytest.mark.parametrize("mask, target", [("", "sm_90"), pytest.param("bool", "sm_80", marks=pytest.mark.slow)])
 def test_every_config(n, mask, target, monkeypatch):
     monkeypatch.setattr(attention, "configure", lambda *a: FORWARD_CONFIGS[n % len(FORWARD_CONFIGS)])
     monkeypatch.setattr(attention_backward, "configure", lambda *a: BACKWARD_CONFIGS[n % len(BACKWARD_CONFIGS)])

@@ -19,6 +19,7 @@ from torch import Tensor
 from fusedblock.kernels import attention_backward
 
 PATHS = ("sm_90", "sm_80")
+FIRST = ("sm_90", pytest.param("sm_80", marks=pytest.mark.slow))  # of the long walks, which path `make test` takes
 WANTED = ("q", "k", "v", "bias", "sinks")
 
 
@@ -60,7 +61,7 @@ def differentiable(found: list[Case]) -> list[Case]:
 ALONE = dict.fromkeys([Case(), *differentiable(cases.alone())])
 
 
-@pytest.mark.parametrize("target", ("sm_90", "cpu", pytest.param("sm_80", marks=pytest.mark.slow)))
+@pytest.mark.parametrize("target", (*FIRST, "cpu"))
 @pytest.mark.parametrize("case", ALONE, ids=str)
 def test_each_option(case, target):
     check(case, target)
@@ -90,13 +91,13 @@ COMBINED = [
 ]
 
 
-@pytest.mark.parametrize("target", (*PATHS, "cpu"))
+@pytest.mark.parametrize("target", (*FIRST, "cpu"))
 @pytest.mark.parametrize("case", COMBINED, ids=str)
 def test_combinations(case, target):
     check(case, target)
 
 
-@pytest.mark.parametrize("target", PATHS)
+@pytest.mark.parametrize("target", FIRST)
 @pytest.mark.parametrize("case", (Case(), *COMBINED[:5], *COMBINED[7:9]), ids=str)
 def test_double_precision_is_exact(case, target):
     check(replace(case, dtype=torch.float64), target)

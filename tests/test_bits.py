@@ -53,7 +53,7 @@ def row_ops(dtype: torch.dtype, device: str = "cpu") -> dict[str, tuple[Tensor, 
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("target", ["sm_90", "sm_80"])
+@pytest.mark.parametrize("target", ["sm_90", pytest.param("sm_80", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", ["linear", "gated_mlp", "rms_norm", "qkv_rope"])
 def test_a_token_has_the_same_bits_alone_and_in_a_batch(op: str, dtype: torch.dtype, target: str) -> None:
