@@ -1,6 +1,6 @@
 """What attention_hopper_backward.py launches around its products: statistics of the rows before, grad_q and grad_sinks after.
 
-TILES: of 64 queries, of one batch entry and head; with a schedule (_attention_tiles.py) those of all packed sequences. A tile of a
+TILES: of 64 queries, of one batch entry and head; with a schedule (_attention_tiles.py) those of all sequences. A tile of a
 sequence that cannot be has segment -1, and what is made of it is NaN.
 """
 

@@ -405,8 +405,9 @@ def launch(
     ragged = cu_seqlens is not None
     with on_device(q):
         if cu_seqlens is not None and q_plan is not None and k_plan is not None:
-            schedule(*cu_seqlens, None, seq, context, ROWS, q_plan)
-            schedule(*reversed(cu_seqlens), None, context, seq, 2 * ROWS, k_plan)
+            cu_q, cu_k = cu_seqlens
+            schedule(cu_q, cu_k, None, seq, context, ROWS, q_plan)
+            schedule(cu_k, cu_q, None, context, seq, 2 * ROWS, k_plan)
         _launch(
             _prepare_kernel, (every,),
             (out, grad_out, lse, stats, sums, q_plan, *shape, *out.stride()[:3], *grad_out.stride()[:3]),
