@@ -12,11 +12,13 @@ Launches: with packed sequences the tables of their tiles; prepare (delta, lse i
 products, finish (grad_q in its dtype), and with sinks their sums. HBM, in elements: prepare reads out, grad_out and lse; the
 products read all inputs and add to the buffer; finish reads it; the sums of the sinks read delta and lse.
 
-One program owns 128 keys of one kv head, and walks the 64-row query tiles of the heads of its group. Roles: two consumers
-(warpgroups) of 64 keys each, a producer warp, and with head_dim 128 a warp that adds finished tiles of grad_q to memory by TMA.
-Logits are held transposed, so that p^T and ds^T are register operands for grad_v and grad_k; ds^T goes through shared memory for
-grad_q, of which each consumer makes one half of head_dim. Order of issue in block j, so that a product is always in flight:
+With head_dim 64 and 128 one program owns 128 keys of one kv head, and walks the 64-row query tiles of the heads of its group.
+Roles: two consumers (warpgroups) of 64 keys each, a producer warp, and with head_dim 128 a warp that adds finished tiles of
+grad_q to memory by TMA. Logits are held transposed, so that p^T and ds^T are register operands for grad_v and grad_k; ds^T goes
+through shared memory for grad_q, of which each consumer makes one half of head_dim. Order of issue in block j, so that a product
+is always in flight:
 dP(j) | exponentials | grad_v(j) | ds | grad_k(j) | barrier | grad_q(j) | S(j+1) | pass grad_q(j) on | wait for S(j+1).
+With head_dim 256 the consumers share 64 keys (_wide_consumer); not measured yet.
 
 Tiles of queries that see none of the keys are left out, and a tile is masked only where an edge crosses it. TMA copies of packed
 sequences end with their segment (_gluon.descriptor, ragged), so what lies behind it reaches nothing.
@@ -35,7 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._attention_hopper_sums import _finish_kernel, _prepare_kernel, _sinks_kernel
+from ._attention_hopper_parts import _finish_kernel, _prepare_kernel, _sinks_kernel, at_edge, corner, masked, walk
 from ._attention_tiles import COLUMNS, LOG2E, schedule, schedule_slots
 from ._gluon import (
     add_four,
@@ -46,7 +48,6 @@ from ._gluon import (
     gl,
     gluon,
     mbarrier,
-    ragged_rows,
     tma_add,
     tma_load,
     tma_store,
@@ -66,26 +67,6 @@ STAGES = 2
 
 
 @gluon.jit
-def _walk(m, h, first, end, WALL: gl.constexpr):
-    """The query tile and head, counted over the batch, after (m, h). A walk starts at `first` without a bound (WALL) too: so
-    programs of one head do not add to the same rows at once."""
-    m += 1
-    m = gl.where(m == end, first if WALL else 0, m)
-    h = gl.where(m == first, h + 1, h)
-    return m, h
-
-
-@gluon.jit
-def _corner(b, row, head, start, length, PACKED: gl.constexpr):
-    """Where a block lies whose first row is `row` of batch entry b, or with PACKED of the segment (start, length)."""
-    if PACKED:
-        z, y, x = ragged_rows(start, length, row)
-        return z, y, x, head, 0
-    else:
-        return b, row, head, 0
-
-
-@gluon.jit
 def _producer(
     q, k, v, grad_out, stats, q_s, k_s, v_s, g_s, stats_s, kv_full, q_full, g_full, empty, kv, key, first, end, blocks, seq,
     context, q_start, k_start, base, TILES, KV_HEADS, GROUP, WALL: gl.constexpr, PACKED: gl.constexpr,
@@ -93,24 +74,25 @@ def _producer(
     STAGES: gl.constexpr = q_s.type.shape[0]
     b = kv // KV_HEADS
     kv_head = kv - b * KV_HEADS
-    mbarrier.expect(kv_full.index(0), 2 * k.block_type.nbytes)
-    for c in gl.static_range(2):
-        tma_load(k, _corner(b, key + c * 64, kv_head, k_start, context, PACKED), kv_full.index(0), k_s.index(c))
-    mbarrier.expect(kv_full.index(1), 2 * v.block_type.nbytes)
-    for c in gl.static_range(2):
-        tma_load(v, _corner(b, key + c * 64, kv_head, k_start, context, PACKED), kv_full.index(1), v_s.index(c))
+    KEYS: gl.constexpr = k_s.type.shape[0]
+    mbarrier.expect(kv_full.index(0), KEYS * k.block_type.nbytes)
+    for c in gl.static_range(KEYS):
+        tma_load(k, corner(b, key + c * 64, kv_head, k_start, context, PACKED), kv_full.index(0), k_s.index(c))
+    mbarrier.expect(kv_full.index(1), KEYS * v.block_type.nbytes)
+    for c in gl.static_range(KEYS):
+        tma_load(v, corner(b, key + c * 64, kv_head, k_start, context, PACKED), kv_full.index(1), v_s.index(c))
     m = first
     h = kv * GROUP
     for i in range(blocks):
         stage = i % STAGES
-        corner = _corner(b, m * 64, h - b * KV_HEADS * GROUP, q_start, seq, PACKED)
+        place = corner(b, m * 64, h - b * KV_HEADS * GROUP, q_start, seq, PACKED)
         mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
         mbarrier.expect(q_full.index(stage), q.block_type.nbytes + stats.block_type.nbytes)
-        tma_load(q, corner, q_full.index(stage), q_s.index(stage))
+        tma_load(q, place, q_full.index(stage), q_s.index(stage))
         tma_load(stats, [(h * TILES + base + m) * 128], q_full.index(stage), stats_s.index(stage))
         mbarrier.expect(g_full.index(stage), grad_out.block_type.nbytes)
-        tma_load(grad_out, corner, g_full.index(stage), g_s.index(stage))
-        m, h = _walk(m, h, first, end, WALL)
+        tma_load(grad_out, place, g_full.index(stage), g_s.index(stage))
+        m, h = walk(m, h, first, end, WALL)
 
 
 @gluon.jit
@@ -126,46 +108,7 @@ def _adder(sums, dq_s, dq_full, dq_empty, kv, first, end, blocks, base, TILES, G
         mbarrier.arrive(dq_empty.index(0), count=1)
         tma_store_wait(0)
         mbarrier.arrive(dq_empty.index(1), count=1)
-        m, h = _walk(m, h, first, end, WALL)
-
-
-@gluon.jit
-def _at_edge(low, high, limit, LEFT: gl.constexpr, RIGHT: gl.constexpr):
-    """Whether one of 64 queries does not see one of 64 keys. Query i sees keys j with low <= j - i <= high and j <= limit."""
-    found = (high if RIGHT else limit) < 63
-    if RIGHT == 2:
-        found = found | (limit < 63)
-    if LEFT:
-        found = found | (low > -63)
-    return found
-
-
-@gluon.jit
-def _masked(x, low, high, limit, value, LEFT: gl.constexpr, RIGHT: gl.constexpr):
-    """x "key query" where the query sees the key, or value. Cut into axes of threads and axes of registers, so that a thread
-    keeps one number in a register and compares with constants: with more, ptxas spills in the loop."""
-    layout: gl.constexpr = x.type.layout
-    y = x.reshape([4, 2, 8, 8, 4, 2])
-    key: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(4, gl.SliceLayout(5, y.type.layout)))
-    query: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, y.type.layout)))
-    warp = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, key)))[:, None, None]
-    half = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, key)))[None, :, None]
-    eighth = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, key)))[None, None, :]
-    thread = (warp * 16 + eighth)[:, :, :, None, None, None]
-    register = (half * 8)[:, :, :, None, None, None]
-    if RIGHT != 1:
-        y = gl.where(register <= limit - thread, y, value)
-    if LEFT or RIGHT:
-        eight = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, query)))[:, None, None]
-        pair = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, query)))[None, :, None]
-        one = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, query)))[None, None, :]
-        thread = thread - (pair * 2)[None, None, None, :, :, :]
-        register = register - (eight * 8 + one)[None, None, None, :, :, :]
-    if RIGHT:
-        y = gl.where(register <= high - thread, y, value)
-    if LEFT:
-        y = gl.where(register >= low - thread, y, value)
-    return gl.convert_layout(y.reshape([64, 64]), layout)
+        m, h = walk(m, h, first, end, WALL)
 
 
 @gluon.jit
@@ -218,14 +161,14 @@ def _consumer(
         mbarrier.wait(g_full.index(stage), (i // STAGES) & 1)
         flying_dp = warpgroup_mma(v, gt.permute((1, 0)), zero, use_acc=False, is_async=True)
         past = m * 64
-        edge = _at_edge(low + past, high + past, limit, LEFT, RIGHT)
+        edge = at_edge(low + past, high + past, limit, LEFT, RIGHT)
         if DIRECT:
             if edge:
-                s = _masked(s, low + past, high + past, limit, float("-inf"), LEFT, RIGHT)
+                s = masked(s, low + past, high + past, limit, float("-inf"), LEFT, RIGHT)
         p = gl.exp2(s * scale2 - stats_s.index(stage).slice(0, 64).load(columns)[None, :])
         if not DIRECT:
             if edge:
-                p = _masked(p, low + past, high + past, limit, 0.0, LEFT, RIGHT)
+                p = masked(p, low + past, high + past, limit, 0.0, LEFT, RIGHT)
         flying_dv = warpgroup_mma(gl.convert_layout(p.to(dtype), p_layout), gt, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=(flying_dp,))
         dp = dp - stats_s.index(stage).slice(64, 64).load(columns)[None, :]
@@ -258,7 +201,7 @@ def _consumer(
         mbarrier.arrive(empty.index(stage), count=1)
         # No wgmma may be in flight over the end of the loop: ptxas would make all of them wait for one another.
         s = warpgroup_mma_wait(0, deps=(flying_s,))
-        m, h = _walk(m, h, first, end, LEFT or RIGHT > 0)
+        m, h = walk(m, h, first, end, LEFT or RIGHT > 0)
     # k and v become the buffers of grad_k and grad_v. Both consumers read all of k.
     bar_sync(8, 256)
     b = kv // KV_HEADS  # here, where no registers are short
@@ -269,9 +212,99 @@ def _consumer(
     v.store(dv.to(dtype))
     k.store((dk * scale).to(dtype))
     fence_async_shared()
-    corner = _corner(b, key, kv_head, k_start, context, PACKED)
-    tma_store(grad_v, corner, v_s.index(CID))
-    tma_store(grad_k, corner, k_s.index(CID))
+    place = corner(b, key, kv_head, k_start, context, PACKED)
+    tma_store(grad_v, place, v_s.index(CID))
+    tma_store(grad_k, place, k_s.index(CID))
+    tma_store_wait(0)
+
+
+@gluon.jit
+def _wide_consumer(
+    CID: gl.constexpr, grad_k, grad_v, q_s, k_s, v_s, g_s, stats_s, ds_s, kv_full, q_full, g_full, empty, sums, kv, key, first,
+    end, blocks, seq, context, left, right, k_start, base, gain, TILES, KV_HEADS, GROUP, scale, scale2,
+    D: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """For head_dim 256, of which grad_k and grad_v of 64 keys would fill the registers: both consumers have the same 64 keys, of
+    S and dP each makes 32 queries, and of all gradients one half of head_dim. p^T and ds^T go through shared memory.
+
+    grad_q comes first and S(j+1) last, after the sums of grad_q have left their registers: ptxas spills half as much."""
+    STAGES: gl.constexpr = q_s.type.shape[0]
+    HALF: gl.constexpr = D // 2
+    dtype: gl.constexpr = q_s.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    columns: gl.constexpr = gl.SliceLayout(0, s_layout)
+    k = k_s.index(0).reshape([64, D])
+    v = v_s.index(0).reshape([64, D])
+    k_half = k.slice(CID * HALF, HALF, 1)
+    dk = gl.zeros([64, HALF], gl.float32, acc_layout)
+    dv = gl.zeros([64, HALF], gl.float32, acc_layout)
+    limit = context - 1 - key  # as in _consumer, but for query 32 * CID
+    high = context - seq - key
+    low = high
+    if LEFT:
+        low = high - left
+    if RIGHT == 2:
+        high += right
+    zero = gl.zeros([64, 32], gl.float32, s_layout)
+    zero_dq = gl.zeros([64, HALF], gl.float32, acc_layout)
+    mbarrier.wait(kv_full.index(0), 0)
+    s = zero
+    if blocks > 0:
+        mbarrier.wait(q_full.index(0), 0)
+        rows = q_s.index(0).reshape([64, D]).slice(CID * 32, 32, 0)
+        s = warpgroup_mma(k, rows.permute((1, 0)), zero, use_acc=False)
+    mbarrier.wait(kv_full.index(1), 0)
+    m = first
+    h = kv * GROUP
+    for i in range(blocks):
+        stage = i % STAGES
+        qt = q_s.index(stage).reshape([64, D])
+        gt = g_s.index(stage).reshape([64, D])
+        mbarrier.wait(g_full.index(stage), (i // STAGES) & 1)
+        flying_dp = warpgroup_mma(v, gt.slice(CID * 32, 32, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
+        p = gl.exp2(s * scale2 - stats_s.index(stage).slice(CID * 32, 32).load(columns)[None, :])
+        past = m * 64
+        if at_edge(low + past, high + past, limit, LEFT, RIGHT):
+            p = masked(p, low + past + CID * 32, high + past + CID * 32, limit, 0.0, LEFT, RIGHT)
+        buffer = (i & 1) * 2
+        ds_s.index(buffer).slice(CID * 32, 32, 1).store(p.to(dtype))
+        dp = warpgroup_mma_wait(0, deps=(flying_dp,))
+        dp = dp - stats_s.index(stage).slice(64 + CID * 32, 32).load(columns)[None, :]
+        ds_s.index(buffer + 1).slice(CID * 32, 32, 1).store((p * dp).to(dtype))
+        fence_async_shared()
+        # Also: both consumers have finished the products of block i-1, whose buffers the next block takes.
+        bar_sync(8, 256)
+        flying_dq = warpgroup_mma(ds_s.index(buffer + 1).permute((1, 0)), k_half, zero_dq, use_acc=False, is_async=True)
+        flying_dv = warpgroup_mma(ds_s.index(buffer), gt.slice(CID * HALF, HALF, 1), dv, is_async=True)
+        flying_dk = warpgroup_mma(ds_s.index(buffer + 1), qt.slice(CID * HALF, HALF, 1), dk, is_async=True)
+        dq = warpgroup_mma_wait(2, deps=(flying_dq,))
+        dq = dq.reshape([4, 2, 8, HALF // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([D // 8, 256])
+        tile = (h * TILES + base + m).to(gl.int64) * 2 + CID
+        at = gl.arange(0, D // 8, gl.SliceLayout(1, dq.type.layout))[:, None] * 256
+        add_four(sums + tile * (32 * D) + (at + gl.arange(0, 256, gl.SliceLayout(0, dq.type.layout))[None, :]), dq)
+        following = gl.where(i + 1 < blocks, (i + 1) % STAGES, stage)
+        mbarrier.wait(q_full.index(following), ((i + 1) // STAGES) & 1, pred=i + 1 < blocks)
+        rows = q_s.index(following).reshape([64, D]).slice(CID * 32, 32, 0)
+        flying_s = warpgroup_mma(k, rows.permute((1, 0)), zero, use_acc=False, is_async=True)
+        dv, dk = warpgroup_mma_wait(1, deps=(flying_dv, flying_dk))
+        mbarrier.arrive(empty.index(stage), count=1)
+        s = warpgroup_mma_wait(0, deps=(flying_s,))
+        m, h = walk(m, h, first, end, LEFT or RIGHT > 0)
+    bar_sync(8, 256)  # both consumers read all of k and v
+    b = kv // KV_HEADS
+    place = corner(b, key, kv - b * KV_HEADS, k_start, context, PACKED)
+    if PACKED:
+        dv *= gain
+        scale *= gain
+    v.slice(CID * HALF, HALF, 1).store(dv.to(dtype))
+    k_half.store((dk * scale).to(dtype))
+    fence_async_shared()
+    bar_sync(8, 256)  # both have written their halves
+    if CID == 0:
+        tma_store(grad_v, place, v_s.index(0))
+    else:
+        tma_store(grad_k, place, k_s.index(0))
     tma_store_wait(0)
 
 
@@ -286,12 +319,14 @@ def _products_kernel(
     """RIGHT: 0 without a bound, 1 causal, 2 with any other. schedule: tiles of keys of packed sequences."""
     PACKED: gl.constexpr = schedule is not None
     WALL: gl.constexpr = LEFT or RIGHT > 0
+    WIDE: gl.constexpr = D == 256
+    KEYS: gl.constexpr = 1 if WIDE else 2  # of 64
     BLOCK: gl.constexpr = [1, 1, 64, 1, D] if PACKED else [1, 64, 1, D]
     q_s = gl.allocate_shared_memory(q.dtype, [STAGES] + BLOCK, q.layout)
-    k_s = gl.allocate_shared_memory(k.dtype, [2] + BLOCK, k.layout)
-    v_s = gl.allocate_shared_memory(v.dtype, [2] + BLOCK, v.layout)
+    k_s = gl.allocate_shared_memory(k.dtype, [KEYS] + BLOCK, k.layout)
+    v_s = gl.allocate_shared_memory(v.dtype, [KEYS] + BLOCK, v.layout)
     g_s = gl.allocate_shared_memory(q.dtype, [STAGES] + BLOCK, grad_out.layout)
-    ds_s = gl.allocate_shared_memory(q.dtype, [4, 64, 64], gl.NVMMASharedLayout(128, 16, 2))
+    ds_s = gl.allocate_shared_memory(q.dtype, [4, 64, 64], gl.NVMMASharedLayout(64 if WIDE else 128, 16, 2))
     dq_s = gl.allocate_shared_memory(gl.float32, [1 if DIRECT else 2, 1 if DIRECT else D // 8, 256], sums_by_tma.layout)
     stats_s = gl.allocate_shared_memory(gl.float32, [STAGES, 128], stats.layout)
     kv_full = allocate_barriers(2, 1)
@@ -313,11 +348,11 @@ def _products_kernel(
     k_start = 0
     gain = 1.0
     end = TILES
-    key = n * 128
+    key = n * (KEYS * 64)
     if PACKED:
         at = schedule + n * 6
         segment = gl.load(at)
-        key = gl.load(at + 1) * 128
+        key = gl.load(at + 1) * (KEYS * 64)
         k_start = gl.load(at + 2)
         context = gl.load(at + 3)
         q_start = gl.load(at + 4)
@@ -329,7 +364,7 @@ def _products_kernel(
     if RIGHT:
         first = gl.maximum(key - (context - seq) - (right if RIGHT == 2 else 0), 0) // 64
     if LEFT:
-        end = gl.minimum(gl.cdiv(gl.maximum(key + 128 - (context - seq) + left, 0), 64), end)
+        end = gl.minimum(gl.cdiv(gl.maximum(key + KEYS * 64 - (context - seq) + left, 0), 64), end)
     if WALL:
         blocks = GROUP * (end - first)
         if LEFT or PACKED:
@@ -340,7 +375,22 @@ def _products_kernel(
             first = gl.where(end > 0, (2 * n) % gl.maximum(end, 1), 0)
         else:
             first = (2 * n) % TILES
-    if DIRECT:
+    if WIDE:
+        gl.warp_specialize(
+            [
+                (_wide_consumer, (0, grad_k, grad_v, q_s, k_s, v_s, g_s, stats_s, ds_s, kv_full, q_full, g_full, empty, sums, kv,
+                                  key, first, end, blocks, seq, context, left, right, k_start, base, gain, TILES, KV_HEADS,
+                                  GROUP, scale, scale2, D, LEFT, RIGHT, PACKED)),
+                (_wide_consumer, (1, grad_k, grad_v, q_s, k_s, v_s, g_s, stats_s, ds_s, kv_full, q_full, g_full, empty, sums, kv,
+                                  key, first, end, blocks, seq, context, left, right, k_start, base, gain, TILES, KV_HEADS,
+                                  GROUP, scale, scale2, D, LEFT, RIGHT, PACKED)),
+                (_producer, (q, k, v, grad_out, stats, q_s, k_s, v_s, g_s, stats_s, kv_full, q_full, g_full, empty, kv, key,
+                             first, end, blocks, seq, context, q_start, k_start, base, TILES, KV_HEADS, GROUP, WALL, PACKED)),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
+    elif DIRECT:
         gl.warp_specialize(
             [
                 (_consumer, (0, grad_k, grad_v, q_s, k_s, v_s, g_s, stats_s, ds_s, dq_s, kv_full, q_full, g_full, empty, dq_full,
@@ -385,14 +435,15 @@ def launch(
     """
     batch, seq, heads, head_dim = q.shape
     context, kv_heads = k.shape[1:3]
-    tiles, key_tiles = cdiv(seq, ROWS), cdiv(context, 2 * ROWS)
+    keys = ROWS if head_dim == 256 else 2 * ROWS
+    tiles, key_tiles = cdiv(seq, ROWS), cdiv(context, keys)
     q_plan = k_plan = None
     if cu_seqlens is not None:
         segments = cu_seqlens[0].shape[0] - 1
-        tiles, key_tiles = schedule_slots(seq, segments, ROWS), schedule_slots(context, segments, 2 * ROWS)
+        tiles, key_tiles = schedule_slots(seq, segments, ROWS), schedule_slots(context, segments, keys)
         q_plan, k_plan = (torch.empty(n, COLUMNS, dtype=torch.int32, device=q.device) for n in (tiles, key_tiles))
     every = batch * heads * tiles
-    direct = head_dim == 64
+    direct = head_dim != 128
     # H200, 2026-11-29: kv heads of a chunk; more at once lose at 8k and beyond.
     chunk = 16 if head_dim == 64 else 8 if seq <= 4096 else 4
     grads = [torch.empty(t.shape, dtype=q.dtype, device=q.device) for t in (q, k, v)]
@@ -407,7 +458,7 @@ def launch(
         if cu_seqlens is not None and q_plan is not None and k_plan is not None:
             cu_q, cu_k = cu_seqlens
             schedule(cu_q, cu_k, None, seq, context, ROWS, q_plan)
-            schedule(cu_k, cu_q, None, context, seq, 2 * ROWS, k_plan)
+            schedule(cu_k, cu_q, None, context, seq, keys, k_plan)
         _launch(
             _prepare_kernel, (every,),
             (out, grad_out, lse, stats, sums, q_plan, *shape, *out.stride()[:3], *grad_out.stride()[:3]),

@@ -13,7 +13,7 @@ import torch
 from test_attention_hopper import BF16, FP16, HOPPER, Case
 from torch import Tensor
 
-from fusedblock.interpret import interpret
+from fusedblock.interpret import count_traffic, interpret
 from fusedblock.kernels import attention_hopper_backward
 
 
@@ -85,6 +85,7 @@ QUICK = [
     Case(200, 200, window=(60, 0), sinks=True),
     Case(100, 300, window=(10, 7), head_dim=128, sinks=True),
     Case(130, 200, window=(5, 0)),
+    Case(100, 130, head_dim=256),
 ]
 LONG = [
     Case(256, 256, head_dim=128, heads=4, kv_heads=2),
@@ -107,6 +108,10 @@ LONG = [
     Case(150, 300, window=(100, -1), head_dim=128, dtype=FP16),
     Case(300, 130, window=(30, 20), sinks=True),
     Case(200, 200, window=(1000, 1000)),
+    Case(190, 190, head_dim=256, heads=4, kv_heads=2, sinks=True),
+    Case(150, 170, causal=False, head_dim=256, batch=2, dtype=FP16),
+    Case(150, 300, window=(60, 20), head_dim=256),
+    Case(150, 80, head_dim=256),
 ]
 
 
@@ -125,8 +130,8 @@ def test_more_values(case: Case):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 5))
 @pytest.mark.parametrize("case", [
-    Case(192, 256, causal, head_dim) for causal in (True, False) for head_dim in (64, 128)
-] + [Case(192, 256, window=(70, 10), head_dim=head_dim) for head_dim in (64, 128)], ids=str)  # fmt: skip
+    Case(192, 256, causal, head_dim) for causal in (True, False) for head_dim in (64, 128, 256)
+] + [Case(192, 256, window=(70, 10), head_dim=head_dim) for head_dim in (64, 128, 256)], ids=str)  # fmt: skip
 def test_values_in_more_orders(case: Case, seed: int):
     check(case, seed)
 
@@ -140,6 +145,15 @@ def test_keys_past_the_end_do_not_overflow():
     with interpret():
         found = attention_hopper_backward.launch(*args, None, None, -1, -1, 0.125)[:3]
     assert all(torch.isfinite(t).all() for t in found)
+
+
+def test_a_window_reads_only_the_queries_in_it():
+    case = Case(512, 512, window=(63, 0), heads=1)
+    args, _ = inputs(case)
+    with count_traffic(HOPPER) as traffic:
+        attention_hopper_backward.launch(*args, None, *case.bounds, 0.125)
+    (products,) = (launch for launch in traffic.launches if launch.kernel == "_products_kernel")
+    assert products.argument("q").issued_read_bytes == (3 + 3 + 3 + 2) * 64 * 64 * 2  # tiles of 128 keys, at the end of the last
 
 
 # ---- packed sequences --------------------------------------------------------------------------------------------------------
@@ -197,6 +211,8 @@ PACKED_CASES = [
     (Case(0, 0, causal=False, head_dim=128, dtype=FP16), "self"),
     (Case(0, 0, window=(20, 0)), "cross"),
     (Case(0, 0, window=(10, 15), head_dim=128, dtype=FP16), "cross"),
+    (Case(0, 0, head_dim=256, sinks=True), "cross"),
+    (Case(0, 0, causal=False, head_dim=256, dtype=FP16), "self"),
 ]
 
 
@@ -219,7 +235,7 @@ def test_packed_values_in_more_orders(case: Case, pack: str):
     ([0, 30, 60, 90], [0, 30, 60, 2000000000]),
     ([-5, 30, 60, 90], [0, 30, 60, 90]),
 ])  # fmt: skip
-@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("head_dim", [64, *map(slow, [(128,), (256,)])])
 def test_impossible_boundaries_give_nan(bounds: tuple[list[int], list[int]], head_dim: int):
     case = Case(100, 100, head_dim=head_dim, sinks=True)
     args, _ = inputs(case)
@@ -232,30 +248,32 @@ def test_impossible_boundaries_give_nan(bounds: tuple[list[int], list[int]], hea
 def test_a_kernel_without_one_of_its_synchronisations_fails(name: str, line: int, tmp_path: Path):
     with mutants.without(attention_hopper_backward, line, tmp_path) as mutant, mutants.fails(True):
         for seed in range(6):
-            check(Case(192, 256, head_dim=128), seed, mutant)
+            check(Case(130, 130, head_dim=256) if "wide" in name else Case(192, 256, head_dim=128), seed, mutant)
 
 
-# Bytes of spills with triton 3.6, all but a few of them around the loops. The form that was measured had 128 and 108 at head_dim
-# 128, 28 of them in a loop.
+# Bytes of spills with triton 3.6, most of them around the loops; they may only shrink. The form that was measured had 128 and 108
+# at head_dim 128. At 256 one consumer loads some 15 descriptors of operands again in every block.
 PLAIN = [
-    (Case(4096, 4096, causal, head_dim, dtype, 2, 32, 8), False, 0 if head_dim == 64 else 16 if causal else 8)
-    for dtype in (BF16, FP16) for head_dim in (64, 128) for causal in (True, False)
+    (Case(4096, 4096, causal, head_dim, dtype, 2, 32, 8), False, spills[not causal])
+    for dtype in (BF16, FP16)
+    for head_dim, spills in ((64, (0, 0)), (128, (16, 8)), (256, (216, 224)))
+    for causal in (True, False)
 ]  # fmt: skip
 WIDE = Case(8192, 8192, head_dim=64, heads=32, kv_heads=8)
 OTHERS = [
-    (replace(WIDE, head_dim=head_dim, **change), packed, spills if head_dim == 128 else 0)
-    for head_dim in (64, 128)
+    (replace(WIDE, head_dim=head_dim, **change), packed, spills.get(head_dim, 0))
+    for head_dim in (64, 128, 256)
     for change, packed, spills in (
-        ({"window": (127, 0), "sinks": True}, False, 28),
-        ({"window": (127, 20)}, False, 40),
-        ({}, True, 44),
-        ({"causal": False}, True, 16),
-        ({"window": (127, 0), "sinks": True}, True, 60),
+        ({"window": (127, 0), "sinks": True}, False, {128: 28, 256: 248}),
+        ({"window": (127, 20)}, False, {128: 40, 256: 252}),
+        ({}, True, {128: 44, 256: 296}),
+        ({"causal": False}, True, {128: 16, 256: 304}),
+        ({"window": (127, 0), "sinks": True}, True, {128: 60, 256: 320}),
     )
 ]
 
 
-@pytest.mark.parametrize("case, packed, spills", [*PLAIN[:4], *map(slow, (*PLAIN[4:], *OTHERS))], ids=str)
+@pytest.mark.parametrize("case, packed, spills", [*PLAIN[:4:2], *map(slow, (*PLAIN[1:4:2], *PLAIN[4:], *OTHERS))], ids=str)
 def test_machine_code(case: Case, packed: bool, spills: int):
     q, k, v = case.inputs("meta")
     lse = torch.empty(case.batch, case.heads, case.seq, dtype=torch.float32, device="meta")
@@ -275,4 +293,4 @@ def test_machine_code(case: Case, packed: bool, spills: int):
     assert all(re.search(rf"\b{name}\b", code) for name in ("HGMMA", "USETMAXREG", "UTMALDG", "UTMASTG"))
     assert not re.search(r"\bHMMA\b", code)
     assert bool(re.search(r"\bUTMAREDG\b", code)) == (case.head_dim == 128)
-    assert bool(re.search(r"\bREDG?\.E\.ADD\.F32", code)) == (case.head_dim == 64)
+    assert bool(re.search(r"\bREDG?\.E\.ADD\.F32", code)) == (case.head_dim != 128)

@@ -1,4 +1,5 @@
-"""What attention_hopper_backward.py launches around its products: statistics of the rows before, grad_q and grad_sinks after.
+"""Parts of attention_hopper_backward.py that synchronise nothing: the walk over tiles, masks, and what is launched around the
+products: statistics of the rows before, grad_q and grad_sinks after.
 
 TILES: of 64 queries, of one batch entry and head; with a schedule (_attention_tiles.py) those of all sequences. A tile of a
 sequence that cannot be has segment -1, and what is made of it is NaN.
@@ -7,7 +8,68 @@ sequence that cannot be has segment -1, and what is made of it is NaN.
 from __future__ import annotations
 
 from ._attention_tiles import planned
+from ._gluon import gl, gluon, ragged_rows
 from ._lang import tl, triton
+
+
+@gluon.jit
+def walk(m, h, first, end, WALL: gl.constexpr):
+    """The query tile and head, counted over the batch, after (m, h). A walk starts at `first` without a bound (WALL) too: so
+    programs of one head do not add to the same rows at once."""
+    m += 1
+    m = gl.where(m == end, first if WALL else 0, m)
+    h = gl.where(m == first, h + 1, h)
+    return m, h
+
+
+@gluon.jit
+def corner(b, row, head, start, length, PACKED: gl.constexpr):
+    """Where a block lies whose first row is `row` of batch entry b, or with PACKED of the segment (start, length)."""
+    if PACKED:
+        z, y, x = ragged_rows(start, length, row)
+        return z, y, x, head, 0
+    else:
+        return b, row, head, 0
+
+
+@gluon.jit
+def at_edge(low, high, limit, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """Whether one of 64 queries may not see one of 64 keys. Query i sees keys j with low <= j - i <= high and j <= limit."""
+    found = (high if RIGHT else limit) < 63
+    if RIGHT == 2:
+        found = found | (limit < 63)
+    if LEFT:
+        found = found | (low > -63)
+    return found
+
+
+@gluon.jit
+def masked(x, low, high, limit, value, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """x "key query" where the query sees the key, or value. Cut into axes of threads and axes of registers, so that a thread
+    keeps one number in a register and compares with constants: with more, ptxas spills in the loop."""
+    layout: gl.constexpr = x.type.layout
+    N: gl.constexpr = x.shape[1]
+    y = x.reshape([4, 2, 8, N // 8, 4, 2])
+    key: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(4, gl.SliceLayout(5, y.type.layout)))
+    query: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, y.type.layout)))
+    warp = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, key)))[:, None, None]
+    half = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, key)))[None, :, None]
+    eighth = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, key)))[None, None, :]
+    thread = (warp * 16 + eighth)[:, :, :, None, None, None]
+    register = (half * 8)[:, :, :, None, None, None]
+    if RIGHT != 1:
+        y = gl.where(register <= limit - thread, y, value)
+    if LEFT or RIGHT:
+        eight = gl.arange(0, N // 8, gl.SliceLayout(1, gl.SliceLayout(2, query)))[:, None, None]
+        pair = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, query)))[None, :, None]
+        one = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, query)))[None, None, :]
+        thread = thread - (pair * 2)[None, None, None, :, :, :]
+        register = register - (eight * 8 + one)[None, None, None, :, :, :]
+    if RIGHT:
+        y = gl.where(register <= high - thread, y, value)
+    if LEFT:
+        y = gl.where(register >= low - thread, y, value)
+    return gl.convert_layout(y.reshape([64, N]), layout)
 
 
 @triton.jit
