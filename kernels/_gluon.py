@@ -8,6 +8,7 @@ Kernels take all of it from here: `gluon.jit`, the language `gl`, `mbarrier` (in
     bar_sync, bar_arrive                            named barriers, which Gluon does not have
     add_four                                        vector adds to memory, likewise
     allocate_barriers                               an array of mbarriers, initialised
+    ragged_rows                                     rows of a segment, for TMA that ends with it
 
 AVAILABLE says whether Gluon kernels can be compiled here. Where they cannot, REASON says why and every name is a stub.
 """
@@ -117,16 +118,29 @@ def allocate_barriers(N: gl.constexpr, COUNT: gl.constexpr):
     return barriers
 
 
-def descriptor(t: torch.Tensor, block: Sequence[int], swizzle: bool = True) -> Any:
+@gluon.jit
+def ragged_rows(start, length, row):
+    """Where row `row` of rows [start, start + length) lies along the first three axes of a ragged descriptor: what a block there
+    would have past the last of them lies outside of the tensor."""
+    return 1073741824, start + length, 1073741824 - length + row
+
+
+def descriptor(t: torch.Tensor, block: Sequence[int], swizzle: bool = True, ragged: bool = False) -> Any:
     """A TensorDescriptor that moves blocks of this shape, with the widest swizzle they allow, or none.
 
     t: last axis contiguous, other strides and the address multiples of 16 bytes (asserted by triton).
+    ragged: of t `1 rows ...` for blocks (1, *block) at corners (*ragged_rows(...), ...). Addresses are modulo 2**64, and 2**30
+    along the first axis takes away what 2**30 rows along the third add (as triton.tools.ragged_tma does it).
     """
     name = str(t.dtype)[6:]
     dtype = getattr(gl, {"float8_e4m3fn": "float8e4nv", "float8_e5m2": "float8e5"}.get(name, name))
-    block = list(block)
+    block, shape, strides = list(block), list(t.shape), tma_strides(t)
+    if ragged:
+        block = [1, *block]
+        shape = [0x7FFF0000, 0x7FFF0000, 2**30, *shape[2:]]
+        strides = [2**34 - strides[1], strides[1], *strides[1:]]
     if swizzle:
         layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
     else:
         layout = gl.NVMMASharedLayout(0, dtype.primitive_bitwidth, len(block))
-    return TensorDescriptor(t, list(t.shape), tma_strides(t), block, layout)
+    return TensorDescriptor(t, shape, strides, block, layout)

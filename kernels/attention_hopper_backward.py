@@ -2,21 +2,31 @@
 
     p = exp(scale * q @ k^T - lse)     delta = sum(out * grad_out, head_dim)     ds = p * (grad_out @ v^T - delta)
     grad_q = scale * ds @ k            grad_k = scale * ds^T @ q                 grad_v = p^T @ grad_out
+    grad_sinks = -sum(exp(sink - lse) * delta, batch seq)
 
-Axes, dtypes and what a query sees as in attention_hopper.py. grad_k and grad_v are summed over the heads of a group in registers;
-grad_q is summed over key tiles in memory, in an order that varies: not deterministic, where attention_backward.py is. 5 products.
+Axes, dtypes and what a query sees as in attention_hopper.py; here context may be shorter than seq, and sequences may be packed.
+grad_k and grad_v are summed over the heads of a group in registers; grad_q is summed over key tiles in memory, in an order that
+varies: not deterministic, where attention_backward.py is. 5 products.
 
-Launches: prepare (delta, lse in base 2, a zeroed fp32 buffer for grad_q), the products, finish (grad_q in its dtype). HBM, in
-elements: prepare reads out, grad_out and lse; the products read all inputs and add to the buffer; finish reads it.
+Launches: with packed sequences the tables of their tiles; prepare (delta, lse in base 2, a zeroed fp32 buffer for grad_q), the
+products, finish (grad_q in its dtype), and with sinks their sums. HBM, in elements: prepare reads out, grad_out and lse; the
+products read all inputs and add to the buffer; finish reads it; the sums of the sinks read delta and lse.
 
-One program owns 128 keys of one kv head, and walks the 64-row query tiles of the heads of its group. Roles: two consumers
-(warpgroups) of 64 keys each, a producer warp, and with head_dim 128 a warp that adds finished tiles of grad_q to memory by TMA.
-Logits are held transposed, so that p^T and ds^T are register operands for grad_v and grad_k; ds^T goes through shared memory for
-grad_q, of which each consumer makes one half of head_dim. Order of issue in block j, so that a product is always in flight:
+With head_dim 64 and 128 one program owns 128 keys of one kv head, and walks the 64-row query tiles of the heads of its group.
+Roles: two consumers (warpgroups) of 64 keys each, a producer warp, and with head_dim 128 a warp that adds finished tiles of
+grad_q to memory by TMA. Logits are held transposed, so that p^T and ds^T are register operands for grad_v and grad_k; ds^T goes
+through shared memory for grad_q, of which each consumer makes one half of head_dim. Order of issue in block j, so that a product
+is always in flight:
 dP(j) | exponentials | grad_v(j) | ds | grad_k(j) | barrier | grad_q(j) | S(j+1) | pass grad_q(j) on | wait for S(j+1).
+With head_dim 256 the consumers share 64 keys (_wide_consumer); not measured yet.
+
+Tiles of queries that see none of the keys are left out, and a tile is masked only where an edge crosses it. TMA copies of packed
+sequences end with their segment (_gluon.descriptor, ragged), so what lies behind it reaches nothing.
 
 Measured on an H200, 2026-11: S(j+1) issued in block j, 4 to 9 %; adds straight from registers, 9 % at head_dim 64 and -9 % at
 128; a mask branch that is never taken without causal keeps ptxas from mixing exponentials into the issue of dP, 5 to 7 %.
+Not measured yet: the mask by threads and registers and the branch around the first S, which took ptxas from 248 and 136 bytes of
+spills at head_dim 128 to 16 and 8, with 15 % and 2 % fewer instructions in the loops.
 The buffer for grad_q is in the order of the consumers' registers, which makes its stores and adds contiguous; finish undoes it.
 """
 
@@ -27,7 +37,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._attention_tiles import LOG2E
+from ._attention_hopper_parts import _finish_kernel, _prepare_kernel, _sinks_kernel, at_edge, corner, masked, walk
+from ._attention_tiles import COLUMNS, LOG2E, schedule, schedule_slots
 from ._gluon import (
     add_four,
     allocate_barriers,
@@ -44,7 +55,7 @@ from ._gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ._lang import cdiv, tl, triton
+from ._lang import cdiv
 from ._launch import launch as _launch
 from ._launch import on_device
 
@@ -52,89 +63,44 @@ ROWS = 64  # queries of a tile, and keys of a consumer
 STAGES = 2
 
 
-@triton.jit
-def _prepare_kernel(
-    out, grad_out, lse, stats, sums, SEQ, HEADS, TILES,
-    stride_ob, stride_os, stride_oh, stride_gb, stride_gs, stride_gh, D: tl.constexpr,
-):  # fmt: skip
-    """stats: per tile of 64 queries their lse in base 2, +inf past the end, then their delta."""
-    pid = tl.program_id(0).to(tl.int64)
-    bh = pid // TILES
-    rows = (pid - bh * TILES) * 64 + tl.arange(0, 64)
-    b = bh // HEADS
-    h = bh - b * HEADS
-    d = tl.arange(0, D)
-    inside = rows < SEQ
-    o = tl.load(out + b * stride_ob + h * stride_oh + rows[:, None] * stride_os + d[None, :], inside[:, None], other=0.0)
-    g = tl.load(grad_out + b * stride_gb + h * stride_gh + rows[:, None] * stride_gs + d[None, :], inside[:, None], other=0.0)
-    i = tl.arange(0, 64)
-    shift = tl.load(lse + bh * SEQ + rows, inside, other=float("inf")) * 1.4426950408889634
-    tl.store(stats + pid * 128 + i, shift)
-    tl.store(stats + pid * 128 + 64 + i, tl.sum(o.to(tl.float32) * g.to(tl.float32), 1))
-    tl.store(sums + pid * 64 * D + i[:, None] * D + d[None, :], tl.zeros([64, D], tl.float32))
-
-
-@triton.jit
-def _finish_kernel(sums, grad_q, scale, SEQ, HEADS, TILES, D: tl.constexpr):
-    """grad_q "batch seq heads head_dim" of the tiles in register order: [half, column / 8, warp, row % 8, column / 2 % 4, row / 8
-    % 2, column % 2]."""
-    pid = tl.program_id(0).to(tl.int64)
-    bh = pid // TILES
-    rows = (pid - bh * TILES) * 64 + tl.arange(0, 64)
-    b = bh // HEADS
-    x = tl.load(sums + pid * 64 * D + tl.arange(0, 64 * D)) * scale
-    x = x.reshape([2, D // 16, 4, 8, 4, 2, 2])
-    x = tl.permute(x, (2, 5, 3, 0, 1, 4, 6)).reshape([64, D])
-    at = ((b * SEQ + rows) * HEADS + (bh - b * HEADS))[:, None] * D + tl.arange(0, D)[None, :]
-    tl.store(grad_q + at, x.to(grad_q.dtype.element_ty), (rows < SEQ)[:, None])
-
-
 # Named barrier 8: both consumers have written their halves of ds.
 
 
 @gluon.jit
-def _walk(m, h, first, TILES, CAUSAL: gl.constexpr):
-    """The query tile and head, counted over the batch, after (m, h). A walk starts at `first` without causal too: so programs of
-    one head do not add to the same rows at once."""
-    m += 1
-    m = gl.where(m == TILES, first if CAUSAL else 0, m)
-    h = gl.where(m == first, h + 1, h)
-    return m, h
-
-
-@gluon.jit
 def _producer(
-    q, k, v, grad_out, stats, q_s, k_s, v_s, g_s, stats_s, kv_full, q_full, g_full, empty, kv, key, first, blocks, TILES,
-    KV_HEADS, GROUP, CAUSAL: gl.constexpr,
+    q, k, v, grad_out, stats, q_s, k_s, v_s, g_s, stats_s, kv_full, q_full, g_full, empty, kv, key, first, end, blocks, seq,
+    context, q_start, k_start, base, TILES, KV_HEADS, GROUP, WALL: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = q_s.type.shape[0]
     b = kv // KV_HEADS
     kv_head = kv - b * KV_HEADS
-    mbarrier.expect(kv_full.index(0), 2 * k.block_type.nbytes)
-    for c in gl.static_range(2):
-        tma_load(k, [b, key + c * 64, kv_head, 0], kv_full.index(0), k_s.index(c))
-    mbarrier.expect(kv_full.index(1), 2 * v.block_type.nbytes)
-    for c in gl.static_range(2):
-        tma_load(v, [b, key + c * 64, kv_head, 0], kv_full.index(1), v_s.index(c))
+    KEYS: gl.constexpr = k_s.type.shape[0]
+    mbarrier.expect(kv_full.index(0), KEYS * k.block_type.nbytes)
+    for c in gl.static_range(KEYS):
+        tma_load(k, corner(b, key + c * 64, kv_head, k_start, context, PACKED), kv_full.index(0), k_s.index(c))
+    mbarrier.expect(kv_full.index(1), KEYS * v.block_type.nbytes)
+    for c in gl.static_range(KEYS):
+        tma_load(v, corner(b, key + c * 64, kv_head, k_start, context, PACKED), kv_full.index(1), v_s.index(c))
     m = first
     h = kv * GROUP
     for i in range(blocks):
         stage = i % STAGES
+        place = corner(b, m * 64, h - b * KV_HEADS * GROUP, q_start, seq, PACKED)
         mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
         mbarrier.expect(q_full.index(stage), q.block_type.nbytes + stats.block_type.nbytes)
-        tma_load(q, [b, m * 64, h - b * KV_HEADS * GROUP, 0], q_full.index(stage), q_s.index(stage))
-        tma_load(stats, [(h * TILES + m) * 128], q_full.index(stage), stats_s.index(stage))
+        tma_load(q, place, q_full.index(stage), q_s.index(stage))
+        tma_load(stats, [(h * TILES + base + m) * 128], q_full.index(stage), stats_s.index(stage))
         mbarrier.expect(g_full.index(stage), grad_out.block_type.nbytes)
-        tma_load(grad_out, [b, m * 64, h - b * KV_HEADS * GROUP, 0], g_full.index(stage), g_s.index(stage))
-        m, h = _walk(m, h, first, TILES, CAUSAL)
+        tma_load(grad_out, place, g_full.index(stage), g_s.index(stage))
+        m, h = walk(m, h, first, end, WALL)
 
 
 @gluon.jit
-def _adder(sums, dq_s, dq_full, dq_empty, kv, first, blocks, TILES, GROUP, CAUSAL: gl.constexpr):
+def _adder(sums, dq_s, dq_full, dq_empty, kv, first, end, blocks, base, TILES, GROUP, WALL: gl.constexpr):
     m = first
     h = kv * GROUP
     for i in range(blocks):
-        tile = h * TILES + m
+        tile = h * TILES + base + m
         for c in gl.static_range(2):
             mbarrier.wait(dq_full.index(c), i & 1)
             tma_add(sums, [(tile * 2 + c) * dq_s.type.shape[1], 0], dq_s.index(c))
@@ -142,25 +108,16 @@ def _adder(sums, dq_s, dq_full, dq_empty, kv, first, blocks, TILES, GROUP, CAUSA
         mbarrier.arrive(dq_empty.index(0), count=1)
         tma_store_wait(0)
         mbarrier.arrive(dq_empty.index(1), count=1)
-        m, h = _walk(m, h, first, TILES, CAUSAL)
-
-
-@gluon.jit
-def _seen(last, CAUSAL: gl.constexpr, layout: gl.constexpr):
-    """Which of 64 keys [:, None] 64 queries [None, :] see: all up to number `last`, or the first so many and each one more."""
-    seen = gl.full([1, 64], last, gl.int32, layout)
-    if CAUSAL:
-        seen += gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
-    return gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None] <= seen
+        m, h = walk(m, h, first, end, WALL)
 
 
 @gluon.jit
 def _consumer(
     CID: gl.constexpr, grad_k, grad_v, q_s, k_s, v_s, g_s, stats_s, ds_s, dq_s, kv_full, q_full, g_full, empty, dq_full, dq_empty,
-    sums, kv, key, first, blocks, seq, context, TILES, KV_HEADS, GROUP, scale, scale2,
-    D: gl.constexpr, CAUSAL: gl.constexpr, DIRECT: gl.constexpr,
+    sums, kv, key, first, end, blocks, seq, context, left, right, k_start, base, gain, TILES, KV_HEADS, GROUP, scale, scale2,
+    D: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr, DIRECT: gl.constexpr,
 ):  # fmt: skip
-    """DIRECT: add grad_q to memory from registers."""
+    """DIRECT: add grad_q to memory from registers. gain: NaN for a segment that cannot be, else 1."""
     STAGES: gl.constexpr = q_s.type.shape[0]
     HALF: gl.constexpr = D // 2
     dtype: gl.constexpr = q_s.dtype
@@ -176,16 +133,24 @@ def _consumer(
     key += CID * 64
     dk = gl.zeros([64, D], gl.float32, acc_layout)
     dv = gl.zeros([64, D], gl.float32, acc_layout)
-    # The last of these keys that all queries see, or with causal query 0, to which those past the end of the context are no
+    # Of these keys, query 0 sees number low to high, of those up to limit that there are. With causal those past the end do not
     # matter: no query of the sequence sees them.
-    last = context - 1 - key
-    if CAUSAL:
-        last -= seq - 1
+    limit = context - 1 - key
+    high = context - seq - key
+    low = high
+    if LEFT:
+        low = high - left
+    if RIGHT == 2:
+        high += right
     zero = gl.zeros([64, 64], gl.float32, s_layout)
     zero_dq = gl.zeros([64, HALF], gl.float32, dq_layout)
     mbarrier.wait(kv_full.index(0), 0)
-    mbarrier.wait(q_full.index(0), 0)
-    s = warpgroup_mma(k, q_s.index(0).reshape([64, D]).permute((1, 0)), zero, use_acc=False)
+    # Where nobody sees these keys there is nothing to wait for. Elsewhere the branch is for ptxas, which spills ten times as much
+    # without it.
+    s = zero
+    if blocks > 0:
+        mbarrier.wait(q_full.index(0), 0)
+        s = warpgroup_mma(k, q_s.index(0).reshape([64, D]).permute((1, 0)), zero, use_acc=False)
     mbarrier.wait(kv_full.index(1), 0)
     m = first
     h = kv * GROUP
@@ -195,13 +160,15 @@ def _consumer(
         gt = g_s.index(stage).reshape([64, D])
         mbarrier.wait(g_full.index(stage), (i // STAGES) & 1)
         flying_dp = warpgroup_mma(v, gt.permute((1, 0)), zero, use_acc=False, is_async=True)
+        past = m * 64
+        edge = at_edge(low + past, high + past, limit, LEFT, RIGHT)
         if DIRECT:
-            if (last + m * 64 if CAUSAL else last) < 63:
-                s = gl.where(_seen(last + m * 64 if CAUSAL else last, CAUSAL, s_layout), s, float("-inf"))
+            if edge:
+                s = masked(s, low + past, high + past, limit, float("-inf"), LEFT, RIGHT)
         p = gl.exp2(s * scale2 - stats_s.index(stage).slice(0, 64).load(columns)[None, :])
         if not DIRECT:
-            if (last + m * 64 if CAUSAL else last) < 63:
-                p = gl.where(_seen(last + m * 64 if CAUSAL else last, CAUSAL, s_layout), p, 0.0)
+            if edge:
+                p = masked(p, low + past, high + past, limit, 0.0, LEFT, RIGHT)
         flying_dv = warpgroup_mma(gl.convert_layout(p.to(dtype), p_layout), gt, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=(flying_dp,))
         dp = dp - stats_s.index(stage).slice(64, 64).load(columns)[None, :]
@@ -223,7 +190,7 @@ def _consumer(
         # Four floats that a thread holds become neighbours.
         dq = dq.reshape([4, 2, 8, HALF // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([D // 8, 256])
         if DIRECT:
-            tile = (h * TILES + m).to(gl.int64) * 2 + CID
+            tile = (h * TILES + base + m).to(gl.int64) * 2 + CID
             rows = gl.arange(0, D // 8, gl.SliceLayout(1, dq.type.layout))[:, None]
             add_four(sums + tile * (32 * D) + (rows * 256 + gl.arange(0, 256, gl.SliceLayout(0, dq.type.layout))[None, :]), dq)
         else:
@@ -234,29 +201,132 @@ def _consumer(
         mbarrier.arrive(empty.index(stage), count=1)
         # No wgmma may be in flight over the end of the loop: ptxas would make all of them wait for one another.
         s = warpgroup_mma_wait(0, deps=(flying_s,))
-        m, h = _walk(m, h, first, TILES, CAUSAL)
+        m, h = walk(m, h, first, end, LEFT or RIGHT > 0)
     # k and v become the buffers of grad_k and grad_v. Both consumers read all of k.
     bar_sync(8, 256)
     b = kv // KV_HEADS  # here, where no registers are short
     kv_head = kv - b * KV_HEADS
+    if PACKED:
+        dv *= gain
+        scale *= gain
     v.store(dv.to(dtype))
     k.store((dk * scale).to(dtype))
     fence_async_shared()
-    tma_store(grad_v, [b, key, kv_head, 0], v_s.index(CID))
-    tma_store(grad_k, [b, key, kv_head, 0], k_s.index(CID))
+    place = corner(b, key, kv_head, k_start, context, PACKED)
+    tma_store(grad_v, place, v_s.index(CID))
+    tma_store(grad_k, place, k_s.index(CID))
     tma_store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["seq", "context", "TILES", "KEY_TILES", "KV_HEADS", "GROUP", "CHUNK", "KV"])
-def _products_kernel(
-    q, k, v, grad_out, stats, sums_by_tma, grad_k, grad_v, sums, scale, scale2, seq, context, TILES, KEY_TILES, KV_HEADS, GROUP,
-    CHUNK, KV, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, DIRECT: gl.constexpr,
+@gluon.jit
+def _wide_consumer(
+    CID: gl.constexpr, grad_k, grad_v, q_s, k_s, v_s, g_s, stats_s, ds_s, kv_full, q_full, g_full, empty, sums, kv, key, first,
+    end, blocks, seq, context, left, right, k_start, base, gain, TILES, KV_HEADS, GROUP, scale, scale2,
+    D: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    q_s = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 64, 1, D], q.layout)
-    k_s = gl.allocate_shared_memory(k.dtype, [2, 1, 64, 1, D], k.layout)
-    v_s = gl.allocate_shared_memory(v.dtype, [2, 1, 64, 1, D], v.layout)
-    g_s = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 64, 1, D], grad_out.layout)
-    ds_s = gl.allocate_shared_memory(q.dtype, [4, 64, 64], gl.NVMMASharedLayout(128, 16, 2))
+    """For head_dim 256, of which grad_k and grad_v of 64 keys would fill the registers: both consumers have the same 64 keys, of
+    S and dP each makes 32 queries, and of all gradients one half of head_dim. p^T and ds^T go through shared memory.
+
+    grad_q comes first and S(j+1) last, after the sums of grad_q have left their registers: ptxas spills half as much."""
+    STAGES: gl.constexpr = q_s.type.shape[0]
+    HALF: gl.constexpr = D // 2
+    dtype: gl.constexpr = q_s.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    columns: gl.constexpr = gl.SliceLayout(0, s_layout)
+    k = k_s.index(0).reshape([64, D])
+    v = v_s.index(0).reshape([64, D])
+    k_half = k.slice(CID * HALF, HALF, 1)
+    dk = gl.zeros([64, HALF], gl.float32, acc_layout)
+    dv = gl.zeros([64, HALF], gl.float32, acc_layout)
+    limit = context - 1 - key  # as in _consumer, but for query 32 * CID
+    high = context - seq - key
+    low = high
+    if LEFT:
+        low = high - left
+    if RIGHT == 2:
+        high += right
+    zero = gl.zeros([64, 32], gl.float32, s_layout)
+    zero_dq = gl.zeros([64, HALF], gl.float32, acc_layout)
+    mbarrier.wait(kv_full.index(0), 0)
+    s = zero
+    if blocks > 0:
+        mbarrier.wait(q_full.index(0), 0)
+        rows = q_s.index(0).reshape([64, D]).slice(CID * 32, 32, 0)
+        s = warpgroup_mma(k, rows.permute((1, 0)), zero, use_acc=False)
+    mbarrier.wait(kv_full.index(1), 0)
+    m = first
+    h = kv * GROUP
+    for i in range(blocks):
+        stage = i % STAGES
+        qt = q_s.index(stage).reshape([64, D])
+        gt = g_s.index(stage).reshape([64, D])
+        mbarrier.wait(g_full.index(stage), (i // STAGES) & 1)
+        flying_dp = warpgroup_mma(v, gt.slice(CID * 32, 32, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
+        p = gl.exp2(s * scale2 - stats_s.index(stage).slice(CID * 32, 32).load(columns)[None, :])
+        past = m * 64
+        if at_edge(low + past, high + past, limit, LEFT, RIGHT):
+            p = masked(p, low + past + CID * 32, high + past + CID * 32, limit, 0.0, LEFT, RIGHT)
+        buffer = (i & 1) * 2
+        ds_s.index(buffer).slice(CID * 32, 32, 1).store(p.to(dtype))
+        dp = warpgroup_mma_wait(0, deps=(flying_dp,))
+        dp = dp - stats_s.index(stage).slice(64 + CID * 32, 32).load(columns)[None, :]
+        ds_s.index(buffer + 1).slice(CID * 32, 32, 1).store((p * dp).to(dtype))
+        fence_async_shared()
+        # Also: both consumers have finished the products of block i-1, whose buffers the next block takes.
+        bar_sync(8, 256)
+        flying_dq = warpgroup_mma(ds_s.index(buffer + 1).permute((1, 0)), k_half, zero_dq, use_acc=False, is_async=True)
+        flying_dv = warpgroup_mma(ds_s.index(buffer), gt.slice(CID * HALF, HALF, 1), dv, is_async=True)
+        flying_dk = warpgroup_mma(ds_s.index(buffer + 1), qt.slice(CID * HALF, HALF, 1), dk, is_async=True)
+        dq = warpgroup_mma_wait(2, deps=(flying_dq,))
+        dq = dq.reshape([4, 2, 8, HALF // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([D // 8, 256])
+        tile = (h * TILES + base + m).to(gl.int64) * 2 + CID
+        at = gl.arange(0, D // 8, gl.SliceLayout(1, dq.type.layout))[:, None] * 256
+        add_four(sums + tile * (32 * D) + (at + gl.arange(0, 256, gl.SliceLayout(0, dq.type.layout))[None, :]), dq)
+        following = gl.where(i + 1 < blocks, (i + 1) % STAGES, stage)
+        mbarrier.wait(q_full.index(following), ((i + 1) // STAGES) & 1, pred=i + 1 < blocks)
+        rows = q_s.index(following).reshape([64, D]).slice(CID * 32, 32, 0)
+        flying_s = warpgroup_mma(k, rows.permute((1, 0)), zero, use_acc=False, is_async=True)
+        dv, dk = warpgroup_mma_wait(1, deps=(flying_dv, flying_dk))
+        mbarrier.arrive(empty.index(stage), count=1)
+        s = warpgroup_mma_wait(0, deps=(flying_s,))
+        m, h = walk(m, h, first, end, LEFT or RIGHT > 0)
+    bar_sync(8, 256)  # both consumers read all of k and v
+    b = kv // KV_HEADS
+    place = corner(b, key, kv - b * KV_HEADS, k_start, context, PACKED)
+    if PACKED:
+        dv *= gain
+        scale *= gain
+    v.slice(CID * HALF, HALF, 1).store(dv.to(dtype))
+    k_half.store((dk * scale).to(dtype))
+    fence_async_shared()
+    bar_sync(8, 256)  # both have written their halves
+    if CID == 0:
+        tma_store(grad_v, place, v_s.index(0))
+    else:
+        tma_store(grad_k, place, k_s.index(0))
+    tma_store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=["seq", "context", "left", "right", "TILES", "KEY_TILES", "KV_HEADS", "GROUP", "CHUNK", "KV"]
+)
+def _products_kernel(
+    q, k, v, grad_out, stats, sums_by_tma, grad_k, grad_v, sums, schedule, scale, scale2, seq, context, left, right, TILES,
+    KEY_TILES, KV_HEADS, GROUP, CHUNK, KV,
+    D: gl.constexpr, STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, DIRECT: gl.constexpr,
+):  # fmt: skip
+    """RIGHT: 0 without a bound, 1 causal, 2 with any other. schedule: tiles of keys of packed sequences."""
+    PACKED: gl.constexpr = schedule is not None
+    WALL: gl.constexpr = LEFT or RIGHT > 0
+    WIDE: gl.constexpr = D == 256
+    KEYS: gl.constexpr = 1 if WIDE else 2  # of 64
+    BLOCK: gl.constexpr = [1, 1, 64, 1, D] if PACKED else [1, 64, 1, D]
+    q_s = gl.allocate_shared_memory(q.dtype, [STAGES] + BLOCK, q.layout)
+    k_s = gl.allocate_shared_memory(k.dtype, [KEYS] + BLOCK, k.layout)
+    v_s = gl.allocate_shared_memory(v.dtype, [KEYS] + BLOCK, v.layout)
+    g_s = gl.allocate_shared_memory(q.dtype, [STAGES] + BLOCK, grad_out.layout)
+    ds_s = gl.allocate_shared_memory(q.dtype, [4, 64, 64], gl.NVMMASharedLayout(64 if WIDE else 128, 16, 2))
     dq_s = gl.allocate_shared_memory(gl.float32, [1 if DIRECT else 2, 1 if DIRECT else D // 8, 256], sums_by_tma.layout)
     stats_s = gl.allocate_shared_memory(gl.float32, [STAGES, 128], stats.layout)
     kv_full = allocate_barriers(2, 1)
@@ -272,24 +342,65 @@ def _products_kernel(
     size = gl.minimum(CHUNK, KV - chunk * CHUNK)
     n = rest // size
     kv = chunk * CHUNK + rest - n * size
-    key = n * 128
-    if CAUSAL:
-        first = gl.maximum(key - (context - seq), 0) // 64
-        blocks = GROUP * (TILES - first)
+    # The tiles of a segment's queries are `base` and on of each head's TILES.
+    base = 0
+    q_start = 0
+    k_start = 0
+    gain = 1.0
+    end = TILES
+    key = n * (KEYS * 64)
+    if PACKED:
+        at = schedule + n * 6
+        segment = gl.load(at)
+        key = gl.load(at + 1) * (KEYS * 64)
+        k_start = gl.load(at + 2)
+        context = gl.load(at + 3)
+        q_start = gl.load(at + 4)
+        seq = gl.load(at + 5)
+        base = q_start // 64 + segment
+        gain = gl.where(segment < 0, float("nan"), 1.0)
+        end = gl.where(key < context, gl.cdiv(seq, 64), 0)
+    first = 0
+    if RIGHT:
+        first = gl.maximum(key - (context - seq) - (right if RIGHT == 2 else 0), 0) // 64
+    if LEFT:
+        end = gl.minimum(gl.cdiv(gl.maximum(key + KEYS * 64 - (context - seq) + left, 0), 64), end)
+    if WALL:
+        blocks = GROUP * (end - first)
+        if LEFT or PACKED:
+            blocks = gl.maximum(blocks, 0)
     else:
-        first = (2 * n) % TILES
-        blocks = GROUP * TILES
-    if DIRECT:
+        blocks = GROUP * end
+        if PACKED:
+            first = gl.where(end > 0, (2 * n) % gl.maximum(end, 1), 0)
+        else:
+            first = (2 * n) % TILES
+    if WIDE:
+        gl.warp_specialize(
+            [
+                (_wide_consumer, (0, grad_k, grad_v, q_s, k_s, v_s, g_s, stats_s, ds_s, kv_full, q_full, g_full, empty, sums, kv,
+                                  key, first, end, blocks, seq, context, left, right, k_start, base, gain, TILES, KV_HEADS,
+                                  GROUP, scale, scale2, D, LEFT, RIGHT, PACKED)),
+                (_wide_consumer, (1, grad_k, grad_v, q_s, k_s, v_s, g_s, stats_s, ds_s, kv_full, q_full, g_full, empty, sums, kv,
+                                  key, first, end, blocks, seq, context, left, right, k_start, base, gain, TILES, KV_HEADS,
+                                  GROUP, scale, scale2, D, LEFT, RIGHT, PACKED)),
+                (_producer, (q, k, v, grad_out, stats, q_s, k_s, v_s, g_s, stats_s, kv_full, q_full, g_full, empty, kv, key,
+                             first, end, blocks, seq, context, q_start, k_start, base, TILES, KV_HEADS, GROUP, WALL, PACKED)),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
+    elif DIRECT:
         gl.warp_specialize(
             [
                 (_consumer, (0, grad_k, grad_v, q_s, k_s, v_s, g_s, stats_s, ds_s, dq_s, kv_full, q_full, g_full, empty, dq_full,
-                             dq_empty, sums, kv, key, first, blocks, seq, context, TILES, KV_HEADS, GROUP, scale, scale2,
-                             D, CAUSAL, DIRECT)),
+                             dq_empty, sums, kv, key, first, end, blocks, seq, context, left, right, k_start, base, gain,
+                             TILES, KV_HEADS, GROUP, scale, scale2, D, LEFT, RIGHT, PACKED, DIRECT)),
                 (_consumer, (1, grad_k, grad_v, q_s, k_s, v_s, g_s, stats_s, ds_s, dq_s, kv_full, q_full, g_full, empty, dq_full,
-                             dq_empty, sums, kv, key, first, blocks, seq, context, TILES, KV_HEADS, GROUP, scale, scale2,
-                             D, CAUSAL, DIRECT)),
+                             dq_empty, sums, kv, key, first, end, blocks, seq, context, left, right, k_start, base, gain,
+                             TILES, KV_HEADS, GROUP, scale, scale2, D, LEFT, RIGHT, PACKED, DIRECT)),
                 (_producer, (q, k, v, grad_out, stats, q_s, k_s, v_s, g_s, stats_s, kv_full, q_full, g_full, empty, kv, key,
-                             first, blocks, TILES, KV_HEADS, GROUP, CAUSAL)),
+                             first, end, blocks, seq, context, q_start, k_start, base, TILES, KV_HEADS, GROUP, WALL, PACKED)),
             ],
             [4, 1],
             [240, 24],
@@ -298,14 +409,14 @@ def _products_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (0, grad_k, grad_v, q_s, k_s, v_s, g_s, stats_s, ds_s, dq_s, kv_full, q_full, g_full, empty, dq_full,
-                             dq_empty, sums, kv, key, first, blocks, seq, context, TILES, KV_HEADS, GROUP, scale, scale2,
-                             D, CAUSAL, DIRECT)),
+                             dq_empty, sums, kv, key, first, end, blocks, seq, context, left, right, k_start, base, gain,
+                             TILES, KV_HEADS, GROUP, scale, scale2, D, LEFT, RIGHT, PACKED, DIRECT)),
                 (_consumer, (1, grad_k, grad_v, q_s, k_s, v_s, g_s, stats_s, ds_s, dq_s, kv_full, q_full, g_full, empty, dq_full,
-                             dq_empty, sums, kv, key, first, blocks, seq, context, TILES, KV_HEADS, GROUP, scale, scale2,
-                             D, CAUSAL, DIRECT)),
+                             dq_empty, sums, kv, key, first, end, blocks, seq, context, left, right, k_start, base, gain,
+                             TILES, KV_HEADS, GROUP, scale, scale2, D, LEFT, RIGHT, PACKED, DIRECT)),
                 (_producer, (q, k, v, grad_out, stats, q_s, k_s, v_s, g_s, stats_s, kv_full, q_full, g_full, empty, kv, key,
-                             first, blocks, TILES, KV_HEADS, GROUP, CAUSAL)),
-                (_adder, (sums_by_tma, dq_s, dq_full, dq_empty, kv, first, blocks, TILES, GROUP, CAUSAL)),
+                             first, end, blocks, seq, context, q_start, k_start, base, TILES, KV_HEADS, GROUP, WALL, PACKED)),
+                (_adder, (sums_by_tma, dq_s, dq_full, dq_empty, kv, first, end, blocks, base, TILES, GROUP, WALL)),
             ],
             [4, 1, 1],
             [240, 24, 24],
@@ -313,34 +424,56 @@ def _products_kernel(
 
 
 def launch(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """grad_q, grad_k, grad_v. Arguments as attention_hopper.launch takes and gives them; last axes dense."""
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, sinks: Tensor | None,
+    cu_seqlens: tuple[Tensor, Tensor] | None, left: int, right: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """grad_q, grad_k, grad_v and, where there are sinks, grad_sinks.
+
+    Arguments as attention_hopper.launch takes and gives them; last axes dense. cu_seqlens: boundaries of packed queries and keys,
+    int32 `segments+1`, never read on the host. Rows that see nothing (lse -inf) give and get zeros, and so do tokens past the
+    last boundary; boundaries that decrease or pass the tokens give NaN.
+    """
     batch, seq, heads, head_dim = q.shape
     context, kv_heads = k.shape[1:3]
-    tiles, key_tiles = cdiv(seq, ROWS), cdiv(context, 2 * ROWS)
+    keys = ROWS if head_dim == 256 else 2 * ROWS
+    tiles, key_tiles = cdiv(seq, ROWS), cdiv(context, keys)
+    q_plan = k_plan = None
+    if cu_seqlens is not None:
+        segments = cu_seqlens[0].shape[0] - 1
+        tiles, key_tiles = schedule_slots(seq, segments, ROWS), schedule_slots(context, segments, keys)
+        q_plan, k_plan = (torch.empty(n, COLUMNS, dtype=torch.int32, device=q.device) for n in (tiles, key_tiles))
     every = batch * heads * tiles
-    direct = head_dim == 64
+    direct = head_dim != 128
     # H200, 2026-11-29: kv heads of a chunk; more at once lose at 8k and beyond.
     chunk = 16 if head_dim == 64 else 8 if seq <= 4096 else 4
     grads = [torch.empty(t.shape, dtype=q.dtype, device=q.device) for t in (q, k, v)]
+    grad_sinks = None if sinks is None else torch.empty_like(sinks)
     stats = torch.empty(every * 2 * ROWS, dtype=torch.float32, device=q.device)
     sums = torch.empty(every * ROWS * head_dim // 256, 256, dtype=torch.float32, device=q.device)
     shape = (seq, heads, tiles)
     options: dict[str, Any] = {"D": head_dim, "num_warps": 4}
+    blank = cu_seqlens is not None or (right >= 0 and context < seq)
+    ragged = cu_seqlens is not None
     with on_device(q):
+        if cu_seqlens is not None and q_plan is not None and k_plan is not None:
+            cu_q, cu_k = cu_seqlens
+            schedule(cu_q, cu_k, None, seq, context, ROWS, q_plan)
+            schedule(cu_k, cu_q, None, context, seq, keys, k_plan)
         _launch(
             _prepare_kernel, (every,),
-            (out, grad_out, lse, stats, sums, *shape, *out.stride()[:3], *grad_out.stride()[:3]), options,
+            (out, grad_out, lse, stats, sums, q_plan, *shape, *out.stride()[:3], *grad_out.stride()[:3]),
+            {"BLANK": blank, **options},
         )  # fmt: skip
-        loads = [descriptor(t, [1, ROWS, 1, head_dim]) for t in (q, k, v, grad_out)]
+        loads = [descriptor(t, [1, ROWS, 1, head_dim], ragged=ragged) for t in (q, k, v, grad_out)]
         flat = descriptor(stats, [2 * ROWS], swizzle=False), descriptor(sums, [head_dim // 8, 256], swizzle=False)
-        stores = [descriptor(t, [1, ROWS, 1, head_dim]) for t in grads[1:]]
+        stores = [descriptor(t, [1, ROWS, 1, head_dim], ragged=ragged) for t in grads[1:]]
         _launch(
             _products_kernel, (batch * kv_heads * key_tiles,),
-            (*loads, *flat, *stores, sums, scale, scale * LOG2E, seq, context, tiles, key_tiles, kv_heads, heads // kv_heads,
-             chunk, batch * kv_heads),
-            {"STAGES": STAGES, "CAUSAL": causal, "DIRECT": direct, **options, "maxnreg": 168},
+            (*loads, *flat, *stores, sums, k_plan, scale, scale * LOG2E, seq, context, left, right, tiles, key_tiles, kv_heads,
+             heads // kv_heads, chunk, batch * kv_heads),
+            {"STAGES": STAGES, "LEFT": left >= 0, "RIGHT": min(right + 1, 2), "DIRECT": direct, **options, "maxnreg": 168},
         )  # fmt: skip
-        _launch(_finish_kernel, (every,), (sums, grads[0], scale, *shape), options)
-    return tuple(grads)  # type: ignore[return-value]
+        _launch(_finish_kernel, (every,), (sums, grads[0], q_plan, scale, *shape), options)
+        if sinks is not None:
+            _launch(_sinks_kernel, (heads,), (stats, sinks, grad_sinks, batch, heads, tiles), {"N": 16, "num_warps": 4})
+    return grads[0], grads[1], grads[2], grad_sinks

@@ -3,67 +3,137 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import aot
 import mutants
 import pytest
 import torch
-from test_attention_hopper import BF16, FP16, HOPPER, Case, formula
+from test_attention_hopper import BF16, FP16, HOPPER, Case
 from torch import Tensor
 
-from fusedblock.interpret import interpret
-from fusedblock.kernels import _lang, attention_hopper_backward
+from fusedblock.interpret import count_traffic, interpret
+from fusedblock.kernels import attention_hopper_backward
 
 
-def inputs(case: Case) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Arguments of a launch up to grad_out, and the gradients in float64."""
-    q, k, v = case.inputs()
-    generator = torch.Generator().manual_seed(1)
-    grad_out = torch.randn(q.shape, generator=generator).to(case.dtype)
-    leaves = [t.double().requires_grad_() for t in (q, k, v)]
-    out, lse = formula(case, *leaves)
-    gradients = torch.autograd.grad(out, leaves, grad_out.double())
-    return (q, k, v, out.detach().to(case.dtype), lse.detach().float(), grad_out), gradients
+def inputs(case: Case, given: tuple[Tensor, ...] | None = None) -> tuple[tuple[Tensor | None, ...], list[Tensor]]:
+    """Arguments of a launch up to sinks, and the gradients in float64; of q, k, v and grad_out where these are given."""
+    if given is None:
+        q, k, v = case.inputs()
+        grad_out = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(case.dtype)
+    else:
+        q, k, v, grad_out = given
+    sinks = case.sink_logits()
+    leaves = [t.double().requires_grad_() for t in (q, k, v, *([] if sinks is None else [sinks]))]
+    out, lse = gradient_formula(case, *leaves)
+    gradients = list(torch.autograd.grad(out, leaves, grad_out.double()))
+    out, lse = out.detach(), lse.detach()
+    rounded = out.to(case.dtype)
+    if sinks is not None:  # delta is made of the rounded out, and the sum over all rows keeps what that does to it
+        rounding = torch.einsum("bqhd,bqhd->bhq", rounded - out, grad_out.double())
+        gradients[3] -= (torch.exp(sinks.double()[:, None] - lse) * rounding).sum((0, 2))
+    return (q, k, v, rounded, lse.float(), grad_out, sinks), gradients
+
+
+def gradient_formula(case: Case, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """out and lse in float64, of all heads at once, for autograd; rows that see nothing give 0 and -inf."""
+    left, right = case.bounds
+    group = case.heads // case.kv_heads
+    k, v = (t.repeat_interleave(group, 2) for t in (k, v))
+    s = torch.einsum("bqhd,bkhd->bhqk", q, k) * case.head_dim**-0.5
+    apart = torch.arange(case.context) - torch.arange(case.seq)[:, None] - (case.context - case.seq)
+    far = case.context + case.seq
+    seen = (apart <= (right if right >= 0 else far)) & (apart >= (-left if left >= 0 else -far))
+    weights = torch.exp(s.masked_fill(~seen, -torch.inf))
+    total = weights.sum(-1)
+    if sinks is not None:
+        total = total + torch.exp(sinks)[:, None]
+    out = torch.einsum("bhqk,bkhd->bqhd", weights / torch.where(total > 0, total, 1.0)[..., None], v)
+    return out, torch.log(total)
+
+
+def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    # P, ds, out and the gradients are each rounded to the dtype, whose unit in the last place is 2**-8 or 2**-11.
+    unit = 2.0**-8 if dtype is BF16 else 2.0**-11
+    assert ((got.double() - want).norm() <= unit * want.norm() + 1e-6).item()
+    assert ((got.double() - want).abs() <= 4 * unit * (want.abs().max() + 1e-6)).all()
 
 
 def check(case: Case, seed: int, module=attention_hopper_backward) -> None:
     args, expected = inputs(case)
     with interpret(seed=seed):
-        found = module.launch(*args, case.causal, case.head_dim**-0.5)
-    # P, ds, out and the gradients are each rounded to the dtype, whose unit in the last place is 2**-8 or 2**-11.
-    unit = 2.0**-8 if case.dtype is BF16 else 2.0**-11
+        *found, grad_sinks = module.launch(*args, None, *case.bounds, case.head_dim**-0.5)
     for got, want, like in zip(found, expected, args):
         assert (got.dtype, got.shape) == (case.dtype, like.shape)
-        assert ((got.double() - want).norm() <= unit * want.norm() + 1e-6).item()
-        assert ((got.double() - want).abs() <= 4 * unit * (want.abs().max() + 1e-6)).all()
+        assert_close(got, want, case.dtype)
+    assert (grad_sinks is None) == (not case.sinks)
+    if case.sinks:
+        torch.testing.assert_close(grad_sinks, expected[3].float(), rtol=1e-5, atol=1e-5)
 
 
-CASES = [
+def slow(case: tuple[object, ...]):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+QUICK = [
+    Case(130, 200, head_dim=128, heads=4, kv_heads=2),
+    Case(190, 133, causal=False, head_dim=128, dtype=FP16),
+    Case(77, 300, dtype=FP16),
+    Case(129, 2, causal=False, batch=2),
+    Case(200, 70),
+    Case(200, 200, window=(60, 0), sinks=True),
+    Case(100, 300, window=(10, 7), head_dim=128, sinks=True),
+    Case(130, 200, window=(5, 0)),
+    Case(100, 130, head_dim=256),
+]
+LONG = [
     Case(256, 256, head_dim=128, heads=4, kv_heads=2),
     Case(256, 256, causal=False, head_dim=128),
     Case(320, 320, dtype=FP16),
     Case(256, 256, causal=False, heads=3, kv_heads=3, batch=2, dtype=FP16),
     Case(200, 200, head_dim=128, batch=2, kv_heads=2),
-    Case(77, 300, dtype=FP16),
     Case(130, 461, head_dim=128, dtype=FP16),
     Case(190, 333, causal=False, head_dim=128, dtype=FP16),
     Case(300, 128, causal=False),
     Case(65, 65, batch=2),
     Case(1, 257),
-    Case(129, 2, causal=False),
+    Case(300, 100, head_dim=128, sinks=True),
+    Case(256, 256, sinks=True),
+    Case(512, 512, window=(127, 0), sinks=True),
+    Case(400, 400, window=(128, 0), head_dim=128),
+    Case(150, 400, window=(-1, 50), dtype=FP16),
+    Case(150, 300, window=(-1, 50), head_dim=128),
+    Case(200, 330, window=(100, -1)),
+    Case(150, 300, window=(100, -1), head_dim=128, dtype=FP16),
+    Case(300, 130, window=(30, 20), sinks=True),
+    Case(200, 200, window=(1000, 1000)),
+    Case(190, 190, head_dim=256, heads=4, kv_heads=2, sinks=True),
+    Case(150, 170, causal=False, head_dim=256, batch=2, dtype=FP16),
+    Case(150, 300, window=(60, 20), head_dim=256),
+    Case(150, 80, head_dim=256),
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", QUICK, ids=str)
 def test_values(case: Case):
     check(case, 0)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", LONG, ids=str)
+def test_more_values(case: Case):
+    for seed in range(2):
+        check(case, seed)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 5))
-@pytest.mark.parametrize("causal, head_dim", [(True, 64), (False, 64), (True, 128), (False, 128)])
-def test_values_in_more_orders(causal: bool, head_dim: int, seed: int):
-    check(Case(192, 256, causal, head_dim), seed)
+@pytest.mark.parametrize("case", [
+    Case(192, 256, causal, head_dim) for causal in (True, False) for head_dim in (64, 128, 256)
+] + [Case(192, 256, window=(70, 10), head_dim=head_dim) for head_dim in (64, 128, 256)], ids=str)  # fmt: skip
+def test_values_in_more_orders(case: Case, seed: int):
+    check(case, seed)
 
 
 def test_keys_past_the_end_do_not_overflow():
@@ -73,36 +143,154 @@ def test_keys_past_the_end_do_not_overflow():
     q, k = torch.full_like(q, 8.0), torch.full_like(k, -8.0)
     args = q, k, v, v[:, :64].expand(q.shape).contiguous(), torch.full((1, 2, 64), -512.0), torch.ones_like(q)
     with interpret():
-        found = attention_hopper_backward.launch(*args, False, 0.125)
+        found = attention_hopper_backward.launch(*args, None, None, -1, -1, 0.125)[:3]
     assert all(torch.isfinite(t).all() for t in found)
+
+
+def test_a_window_reads_only_the_queries_in_it():
+    case = Case(512, 512, window=(63, 0), heads=1)
+    args, _ = inputs(case)
+    with count_traffic(HOPPER) as traffic:
+        attention_hopper_backward.launch(*args, None, *case.bounds, 0.125)
+    (products,) = (launch for launch in traffic.launches if launch.kernel == "_products_kernel")
+    assert products.argument("q").issued_read_bytes == (3 + 3 + 3 + 2) * 64 * 64 * 2  # tiles of 128 keys, at the end of the last
+
+
+# ---- packed sequences --------------------------------------------------------------------------------------------------------
+
+INT32 = torch.int32
+# Queries and keys of each sequence, and tokens of none after the last.
+PACKS = {
+    "self": ([(70, 70), (1, 1), (64, 64), (130, 130)], (0, 0)),
+    "cross": ([(70, 140), (0, 50), (40, 0), (0, 0), (90, 30), (65, 129)], (37, 150)),
+}
+
+
+def packed_inputs(case: Case, pack: str):
+    """Arguments of a launch up to the boundaries, with NaN in tokens of no sequence, and the gradients in float64."""
+    lengths, after = PACKS[pack]
+    counts = torch.tensor([(0, 0), *lengths]).cumsum(0)
+    bounds = tuple(n.to(INT32) for n in counts.unbind(1))
+    whole = replace(case, seq=int(counts[-1, 0]) + after[0], context=int(counts[-1, 1]) + after[1])
+    q, k, v = (t.clone() for t in whole.inputs())
+    for t, n in zip((q, k, v), (after[0], after[1], after[1])):
+        t[:, t.shape[1] - n :] = torch.nan
+    grad_out = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(case.dtype)
+    grad_out[:, q.shape[1] - after[0] :] = torch.nan
+    out, lse = torch.zeros_like(q), torch.full((1, case.heads, whole.seq), -torch.inf)
+    grads = [torch.zeros(t.shape, dtype=torch.float64) for t in (q, k, v)]
+    if case.sinks:
+        grads.append(torch.zeros(case.heads, dtype=torch.float64))
+    for (a, b), (c, d) in zip(zip(bounds[0].tolist(), bounds[0][1:].tolist()), zip(bounds[1].tolist(), bounds[1][1:].tolist())):
+        part = replace(case, seq=b - a, context=d - c)
+        if part.seq == 0:
+            continue
+        rows = q[:, a:b], k[:, c:d], v[:, c:d], grad_out[:, a:b]
+        (*_, out[:, a:b], lse[..., a:b], _, _), found = inputs(part, rows)
+        grads[0][:, a:b], grads[1][:, c:d], grads[2][:, c:d] = found[:3]
+        if case.sinks:
+            grads[3] += found[3]
+    return (q, k, v, out, lse, grad_out, case.sink_logits(), bounds), grads
+
+
+def check_packed(case: Case, pack: str, seed: int) -> None:
+    args, expected = packed_inputs(case, pack)
+    with interpret(seed=seed):
+        *found, grad_sinks = attention_hopper_backward.launch(*args, *case.bounds, case.head_dim**-0.5)
+    for got, want, after in zip(found, expected, (*PACKS[pack][1], PACKS[pack][1][1])):
+        assert_close(got, want, case.dtype)
+        assert (got[:, got.shape[1] - after :] == 0).all()
+    if case.sinks:
+        torch.testing.assert_close(grad_sinks, expected[3].float(), rtol=1e-5, atol=1e-5)
+
+
+PACKED_CASES = [
+    (Case(0, 0, head_dim=128, sinks=True), "cross"),
+    (Case(0, 0, causal=False, sinks=True), "cross"),
+    (Case(0, 0), "self"),
+    (Case(0, 0, causal=False, head_dim=128, dtype=FP16), "self"),
+    (Case(0, 0, window=(20, 0)), "cross"),
+    (Case(0, 0, window=(10, 15), head_dim=128, dtype=FP16), "cross"),
+    (Case(0, 0, head_dim=256, sinks=True), "cross"),
+    (Case(0, 0, causal=False, head_dim=256, dtype=FP16), "self"),
+]
+
+
+@pytest.mark.parametrize("case, pack", [*PACKED_CASES[:2], *map(slow, PACKED_CASES[2:])], ids=str)
+def test_packed_values(case: Case, pack: str):
+    check_packed(case, pack, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case, pack", PACKED_CASES, ids=str)
+def test_packed_values_in_more_orders(case: Case, pack: str):
+    for seed in range(1, 4):
+        check_packed(case, pack, seed)
+
+
+@pytest.mark.parametrize("bounds", [
+    ([0, 70, 60, 100], [0, 30, 60, 100]),
+    ([0, 30, 60, 100], [0, 70, 60, 100]),
+    ([0, 30, 60, 101], [0, 30, 60, 100]),
+    ([0, 30, 60, 90], [0, 30, 60, 2000000000]),
+    ([-5, 30, 60, 90], [0, 30, 60, 90]),
+])  # fmt: skip
+@pytest.mark.parametrize("head_dim", [64, *map(slow, [(128,), (256,)])])
+def test_impossible_boundaries_give_nan(bounds: tuple[list[int], list[int]], head_dim: int):
+    case = Case(100, 100, head_dim=head_dim, sinks=True)
+    args, _ = inputs(case)
+    with interpret():  # which raises where an access leaves a tensor
+        found = attention_hopper_backward.launch(*args, tuple(torch.tensor(b, dtype=INT32) for b in bounds), -1, 0, 0.125)
+    assert all(t is not None and t.isnan().all() for t in found)
 
 
 @pytest.mark.parametrize("name, line", mutants.statements(attention_hopper_backward))
 def test_a_kernel_without_one_of_its_synchronisations_fails(name: str, line: int, tmp_path: Path):
     with mutants.without(attention_hopper_backward, line, tmp_path) as mutant, mutants.fails(True):
         for seed in range(6):
-            check(Case(192, 256, head_dim=128), seed, mutant)
+            check(Case(130, 130, head_dim=256) if "wide" in name else Case(192, 256, head_dim=128), seed, mutant)
 
 
-# Bytes of spills with triton 3.6. The form that was measured had 128 and 108 at head_dim 128; they may only shrink.
-SPILLS = {(64, True): 0, (64, False): 0, (128, True): 248, (128, False): 136}
+# Bytes of spills with triton 3.6, most of them around the loops; they may only shrink. The form that was measured had 128 and 108
+# at head_dim 128. At 256 one consumer loads some 15 descriptors of operands again in every block.
+PLAIN = [
+    (Case(4096, 4096, causal, head_dim, dtype, 2, 32, 8), False, spills[not causal])
+    for dtype in (BF16, FP16)
+    for head_dim, spills in ((64, (0, 0)), (128, (16, 8)), (256, (216, 224)))
+    for causal in (True, False)
+]  # fmt: skip
+WIDE = Case(8192, 8192, head_dim=64, heads=32, kv_heads=8)
+OTHERS = [
+    (replace(WIDE, head_dim=head_dim, **change), packed, spills.get(head_dim, 0))
+    for head_dim in (64, 128, 256)
+    for change, packed, spills in (
+        ({"window": (127, 0), "sinks": True}, False, {128: 28, 256: 248}),
+        ({"window": (127, 20)}, False, {128: 40, 256: 252}),
+        ({}, True, {128: 44, 256: 296}),
+        ({"causal": False}, True, {128: 16, 256: 304}),
+        ({"window": (127, 0), "sinks": True}, True, {128: 60, 256: 320}),
+    )
+]
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("head_dim, causal", SPILLS)
-def test_machine_code(head_dim: int, causal: bool, dtype: torch.dtype):
-    case = Case(4096, 4096, causal, head_dim, dtype, 2, 32, 8)
+@pytest.mark.parametrize("case, packed, spills", [*PLAIN[:4:2], *map(slow, (*PLAIN[1:4:2], *PLAIN[4:], *OTHERS))], ids=str)
+def test_machine_code(case: Case, packed: bool, spills: int):
     q, k, v = case.inputs("meta")
-    lse = torch.empty(2, 32, 4096, dtype=torch.float32, device="meta")
+    lse = torch.empty(case.batch, case.heads, case.seq, dtype=torch.float32, device="meta")
+    cu_seqlens = torch.empty(17, dtype=INT32, device="meta")
     with aot.compile_only(HOPPER) as kernels:
-        attention_hopper_backward.launch(q, k, v, q, lse, q, causal, 0.1)
-    assert [kernel.name for kernel in kernels] == ["_prepare_kernel", "_products_kernel", "_finish_kernel"]
-    limit = SPILLS[head_dim, causal] if _lang.VERSION == (3, 6) else 1 << 30
-    assert aot.problems(kernels, HOPPER, wgmma=True, max_spill_bytes=limit) == []
-    code = aot.sass(kernels[1])
+        attention_hopper_backward.launch(
+            q, k, v, q, lse, q, case.sink_logits("meta"), (cu_seqlens, cu_seqlens) if packed else None, *case.bounds, 0.1
+        )
+    names = ["_schedule_kernel"] * (2 * packed) + ["_prepare_kernel", "_products_kernel", "_finish_kernel"]
+    assert [kernel.name for kernel in kernels] == names + ["_sinks_kernel"] * case.sinks
+    products = kernels[names.index("_products_kernel")]
+    assert aot.problems([kernel for kernel in kernels if kernel is not products], HOPPER) == []
+    assert aot.problems([products], HOPPER, wgmma=True, max_spill_bytes=aot.spills(spills)) == []
+    code = aot.sass(products)
     if code is None:
         pytest.skip("triton brings no disassembler here")
     assert all(re.search(rf"\b{name}\b", code) for name in ("HGMMA", "USETMAXREG", "UTMALDG", "UTMASTG"))
     assert not re.search(r"\bHMMA\b", code)
-    assert bool(re.search(r"\bUTMAREDG\b", code)) == (head_dim == 128)
-    assert bool(re.search(r"\bREDG?\.E\.ADD\.F32", code)) == (head_dim == 64)
+    assert bool(re.search(r"\bUTMAREDG\b", code)) == (case.head_dim == 128)
+    assert bool(re.search(r"\bREDG?\.E\.ADD\.F32", code)) == (case.head_dim != 128)

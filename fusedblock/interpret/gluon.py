@@ -147,7 +147,7 @@ class Descriptor:
         if 0 in sizes:
             return np.empty(sizes, self._numpy), part
         steps = [s * self._numpy.itemsize for s in self.strides]
-        start = self._address + sum(a * s for a, s in zip(low, steps))
+        start = (self._address + sum(a * s for a, s in zip(low, steps))) % 2**64  # as in hardware
         offsets = sum(np.arange(n).reshape(-1, *[1] * (len(sizes) - 1 - i)) * s for i, (n, s) in enumerate(zip(sizes, steps)))
         pointers = TensorHandle((start + np.asarray(offsets)).astype(np.uint64), tl.pointer_type(self.dtype))
         builder.check_access(kind, pointers, None)
