@@ -6,7 +6,7 @@ Kernels take all of it from here: `gluon.jit`, the language `gl`, `mbarrier` (in
     tma_load, tma_store, tma_add, tma_store_wait    async_copy_*, then async_load, async_store, async_atomic_add
     block_barrier                                   thread_barrier, then barrier
     bar_sync, bar_arrive                            named barriers, which Gluon does not have
-    add_four                                        vector adds to memory, likewise
+    add_four, reciprocal                            vector adds to memory and a fast 1 / x, likewise
     allocate_barriers                               an array of mbarriers, initialised
 
 AVAILABLE says whether Gluon kernels can be compiled here. Where they cannot, REASON says why and every name is a stub.
@@ -91,6 +91,12 @@ def bar_arrive(barrier: Any, threads: Any, _semantic: Any = None) -> None:
 
 
 @gluon.jit
+def reciprocal(x):
+    """1 / x in one instruction, to within a unit in the last place; 0 where x is infinite."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def add_four(pointers, values):
     """Add fp32 values to memory in whatever order. A thread must hold them in groups of four with adjacent addresses."""
     addresses = pointers.to(gl.int64, bitcast=True)
@@ -122,6 +128,26 @@ def descriptor(t: torch.Tensor, block: Sequence[int], swizzle: bool = True) -> A
 
     t: last axis contiguous, other strides and the address multiples of 16 bytes (asserted by triton).
     """
+    return _descriptor(t, t.shape, tma_strides(t), block, swizzle)
+
+
+RAGGED = 1 << 30
+
+
+def ragged_descriptor(t: torch.Tensor, block: Sequence[int]) -> Any:
+    """A TensorDescriptor of sequences that lie one after the other in t, for blocks that end where their sequence does.
+
+    t `batch tokens heads head_dim` as descriptor() takes it; block `tokens heads head_dim`. A block at row r of the sequence
+    that has `length` tokens from token `start` on has its corner at (RAGGED, start + length, RAGGED - length + r, head, column):
+    its tokens end at coordinate RAGGED, and the first two axes take the address back, the first by 2**64 elements less RAGGED
+    tokens. Addresses wrap around (triton.tools.ragged_tma has the same trick).
+    """
+    row, head, column = tma_strides(t)[1:]
+    shape = [2**31 - 2**16, 2**31 - 2**16, RAGGED, *t.shape[2:]]
+    return _descriptor(t, shape, [2**64 // RAGGED - row, row, row, head, column], [1, 1, *block], True)
+
+
+def _descriptor(t: torch.Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int], swizzle: bool) -> Any:
     name = str(t.dtype)[6:]
     dtype = getattr(gl, {"float8_e4m3fn": "float8e4nv", "float8_e5m2": "float8e5"}.get(name, name))
     block = list(block)
@@ -129,4 +155,4 @@ def descriptor(t: torch.Tensor, block: Sequence[int], swizzle: bool = True) -> A
         layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
     else:
         layout = gl.NVMMASharedLayout(0, dtype.primitive_bitwidth, len(block))
-    return TensorDescriptor(t, list(t.shape), tma_strides(t), block, layout)
+    return TensorDescriptor(t, list(shape), list(strides), block, layout)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fusedblock.interpret import count_traffic, interpret
-from fusedblock.kernels import _lang, attention_hopper
+from fusedblock.kernels import _hopper_schedule, _lang, attention_hopper
 from fusedblock.kernels._target import TARGETS
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -33,6 +33,7 @@ class Case:
     kv_heads: int = 1
     window: tuple[int, int] | None = None  # left and right, instead of causal
     sinks: bool = False
+    softcap: float = 0.0
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -42,7 +43,7 @@ class Case:
         left, right = self.bounds
         seen = f"{left},{right}" if self.window else "causal" if self.causal else "full"
         name = f"{self.seq}x{self.context}-{seen}-d{self.head_dim}-{str(self.dtype)[6:]}"
-        return f"{name}-b{self.batch}h{self.heads}kv{self.kv_heads}{'-sinks' * self.sinks}"
+        return f"{name}-b{self.batch}h{self.heads}kv{self.kv_heads}{'-sinks' * self.sinks}{'-cap' * (self.softcap > 0)}"
 
     def inputs(self, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v as slices of one tensor per sequence length, as a fused projection leaves them."""
@@ -63,7 +64,7 @@ class Case:
 
 
 def formula(case: Case, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """out and lse in float64, head by head."""
+    """out and lse in float64, head by head. Rows that see nothing: 0 and -inf."""
     out = torch.empty(q.shape, dtype=torch.float64)
     lse = torch.empty(case.batch, case.heads, case.seq, dtype=torch.float64)
     left, right = case.bounds
@@ -71,31 +72,38 @@ def formula(case: Case, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
         for h in range(case.heads):
             kv = h // (case.heads // case.kv_heads)
             s = q[b, :, h].double() @ k[b, :, kv].double().T * case.head_dim**-0.5
+            if case.softcap:
+                s = case.softcap * torch.tanh(s / case.softcap)
             for i in range(case.seq):
                 place = i + case.context - case.seq
                 if right >= 0:
-                    s[i, place + right + 1 :] = -torch.inf
+                    s[i, max(0, place + right + 1) :] = -torch.inf
                 if left >= 0:
                     s[i, : max(0, place - left)] = -torch.inf
             if case.sinks:
                 s = torch.cat([s, case.sink_logits()[h].double().expand(case.seq, 1)], 1)
-            out[b, :, h] = torch.softmax(s, -1)[:, : case.context] @ v[b, :, kv].double()
+            out[b, :, h] = torch.softmax(s, -1).nan_to_num(0.0)[:, : case.context] @ v[b, :, kv].double()
             lse[b, h] = torch.logsumexp(s, -1)
     return out, lse
 
 
-def check(case: Case, seed: int) -> None:
-    q, k, v = case.inputs()
-    assert attention_hopper.refusal(q, k, v, *case.bounds, FEW) == ""
-    with interpret(FEW, seed=seed):
-        out, lse = attention_hopper.launch(q, k, v, case.sink_logits(), *case.bounds, case.head_dim**-0.5)
-    expected, expected_lse = formula(case, q, k, v)
-    assert (out.dtype, out.shape) == (case.dtype, q.shape)
+def compare(case: Case, out: Tensor, lse: Tensor, expected: Tensor, expected_lse: Tensor) -> None:
+    assert (out.dtype, out.shape) == (case.dtype, expected.shape)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=2e-5)
     # P and out are rounded to the dtype, whose unit in the last place is 2**-8 or 2**-11.
     unit = 2.0**-8 if case.dtype is BF16 else 2.0**-11
-    assert ((out.double() - expected).norm() / expected.norm()).item() < unit
+    assert ((out.double() - expected).norm() <= unit * expected.norm()).item()
     assert ((out.double() - expected).abs() <= unit * (1 + expected.abs())).all()
+
+
+def check(case: Case, seed: int) -> None:
+    q, k, v = case.inputs()
+    assert attention_hopper.refusal(q, k, v, FEW) == ""
+    with interpret(FEW, seed=seed):
+        out, lse = attention_hopper.launch(
+            q, k, v, case.sink_logits(), *case.bounds, case.head_dim**-0.5, case.softcap
+        )  # fmt: skip
+    compare(case, out, lse, *formula(case, q, k, v))
 
 
 CASES = [
@@ -123,6 +131,16 @@ CASES = [
     Case(300, 700, window=(0, 0)),
     Case(130, 700, window=(260, 140), sinks=True),
     Case(256, 256, window=(1000, 1000)),
+    Case(300, 170),
+    Case(300, 100, window=(50, 20), head_dim=128, sinks=True),
+    Case(256, 1, window=(-1, 0)),
+    Case(200, 200, head_dim=256, heads=4, kv_heads=2),
+    Case(140, 140, head_dim=256, causal=False, dtype=FP16, softcap=1.0),
+    Case(200, 331, head_dim=256, window=(70, 0), sinks=True),
+    Case(130, 100, head_dim=256),
+    Case(200, 300, softcap=0.5),
+    Case(300, 300, softcap=20.0, head_dim=128, window=(100, 0), sinks=True),
+    Case(130, 200, softcap=3.0, causal=False, dtype=FP16),
 ]
 
 
@@ -174,7 +192,7 @@ def test_traffic():
 def test_schedule(sizes: tuple[int, ...]):
     row_tiles, sequences, heads, programs = sizes
     steps = tuple(range(1, row_tiles + 1))
-    table = attention_hopper.schedule(row_tiles, sequences, heads, programs, steps, torch.device("cpu"))
+    table = _hopper_schedule.schedule(row_tiles, sequences, heads, programs, steps, torch.device("cpu"))
     assert table.shape[1] == programs and (table[-1] == -1).all()
     assert sorted(table[table >= 0].tolist()) == list(range(row_tiles * sequences))
     work = []
@@ -190,12 +208,11 @@ def test_schedule(sizes: tuple[int, ...]):
 @pytest.mark.parametrize("change, message", [
     ({"target": TARGETS["sm_100"]}, "sm_100 is not sm_90"),
     ({"dtype": torch.float32}, "q is torch.float32, not bfloat16 or float16"),
-    ({"head_dim": 96}, "head_dim=96 and v_dim=96, not both 64 or both 128"),
-    ({"context": 100}, "context=100 is shorter than seq=128, so that a window leaves rows nothing"),
+    ({"head_dim": 96}, "head_dim=96 and v_dim=96, not both 64, 128 or 256"),
 ])  # fmt: skip
 def test_refusals(change: dict, message: str):
     target = change.pop("target", HOPPER)
-    assert attention_hopper.refusal(*replace(Case(128, 128), **change).inputs(), -1, 0, target) == message
+    assert attention_hopper.refusal(*replace(Case(128, 128), **change).inputs(), target) == message
 
 
 # ---- what the compiler makes of it ---------------------------------------------------------------------------------------------

@@ -147,7 +147,7 @@ class Descriptor:
         if 0 in sizes:
             return np.empty(sizes, self._numpy), part
         steps = [s * self._numpy.itemsize for s in self.strides]
-        start = self._address + sum(a * s for a, s in zip(low, steps))
+        start = (self._address + sum(a * s for a, s in zip(low, steps))) % 2**64  # as the hardware adds
         offsets = sum(np.arange(n).reshape(-1, *[1] * (len(sizes) - 1 - i)) * s for i, (n, s) in enumerate(zip(sizes, steps)))
         pointers = TensorHandle((start + np.asarray(offsets)).astype(np.uint64), tl.pointer_type(self.dtype))
         builder.check_access(kind, pointers, None)
@@ -296,6 +296,7 @@ _ASSEMBLY: list[tuple[str, Callable[..., Any]]] = [
     (r"bar\.arrive \$1, (\d+);", lambda found, barrier: _named_barrier(False)(barrier, int(found[1]))),
     (r"red\.relaxed\.gpu\.global\.add\.v4\.f32 ", lambda found, pointers, values: _add_four(pointers, values)),
     (r"ex2\.approx(?:\.ftz)?\.f32 \$0, \$1;", lambda found, x: tl.exp2(x)),
+    (r"rcp\.approx\.ftz\.f32 \$0, \$1;", lambda found, x: 1.0 / x),
 ]
 
 
