@@ -103,18 +103,18 @@ def plan(
     cu_q: Tensor, cu_k: Tensor | None, used: Tensor | None, tokens: int, keys: int, key_step: int, heads: int, section: int,
     sms: int, left: int, right: int, block_n: int,
 ) -> Tensor:  # fmt: skip
-    """"rounds programs fields", int32: head (-1: nothing), first row of the tile, first query of its sequence, queries, first key,
-    keys (-1 where the boundaries are impossible) of every tile, made on the device without reading a length.
+    """"rounds programs fields", int32, made on the device without reading a length: head (-1: no tile), first row of the tile,
+    first query of its sequence, queries, first key, keys (-1 where the boundaries are impossible).
 
     cu_q, cu_k: boundaries `segments+1`, of `tokens` queries and `keys` keys. used: instead of cu_k, how many keys each segment
     has, `keys` at most, from key_step times its number on.
 
-    Balance: SECTION heads (whose k and v stay in the L2) at a time, their tiles ranked by blocks of keys and dealt to the
+    Balance: `section` heads (whose k and v stay in the L2) at a time, their tiles ranked by blocks of keys and dealt to the
     programs from the longest on, forth and back like a snake, so that who had the longer tile of one round has the shorter one
-    of the next. What remains uneven is the same in every section, as it depends on lengths alone: each starts at another
-    program, 1 / sections of the way further round. For 16 and 64 uneven documents of 32k tokens, 32 heads and 132 programs the
-    longest column comes out 0.2 to 0.9 % above the average; rows of a table need no atomics, which a counter that hands out
-    tiles would, and no message from the producer to the consumers.
+    of the next. What remains uneven is the same in every section, as it depends on lengths alone: each begins with another
+    program, 1 / sections of the way further round. With 16 and 64 uneven documents in 32k tokens, 32 heads and 132 programs the
+    longest column has 0.2 to 0.9 % more blocks than the average (0.1 to 0.3 % where tiles go to whoever is free first, which
+    takes atomics and a message from the producer to the consumers for every tile).
     """
     slots = tiles.schedule_slots(tokens, cu_q.shape[0] - 1, BLOCK_M)
     planned = torch.empty(slots, tiles.COLUMNS, dtype=torch.int32, device=cu_q.device)

@@ -2,17 +2,22 @@
 
     out = softmax(scale * q @ k^T, context) @ v,    lse = log(sum(exp(scale * q @ k^T), context))
 
-    q, out   batch seq heads head_dim          bf16 or fp16, head_dim 64 or 128
-    k, v     batch context kv_heads head_dim   heads is a multiple of kv_heads; context >= seq where a window bounds it
+    q, out   batch seq heads head_dim          bf16 or fp16, head_dim 64, 128 or 256
+    k, v     batch context kv_heads head_dim   heads is a multiple of kv_heads
     sinks    heads                             None, or the logit of a further key whose value is 0, fp32
     lse      batch heads seq                   natural log, fp32, with the sink
 
-Query i stands at p = i + context - seq and sees key j iff p - left <= j <= p + right; a negative one bounds nothing. HBM, in
-elements: reads q, k, v and sinks, writes out and lse.
+With softcap logits x become softcap * tanh(x / softcap). Query i stands at p = i + context - seq and sees key j iff
+p - left <= j <= p + right; a negative one bounds nothing. A row that sees nothing gives out 0 and lse -inf (the sink's logit).
+cu_seqlens_q, cu_seqlens_k `segments+1`: batch is 1, and seq and context are those of a segment; seqused_k `batch`: context is at
+most that of k. Both stay on the device. Tokens after the last boundary see nothing; impossible boundaries give NaN rows, and
+of an impossible seqused_k the rows of its sequence. HBM, in elements: reads q, k, v and sinks, writes out and lse.
 
 Roles: two consumers (warpgroups) of 64 query rows each and one producer warp. Programs stay on their SM and follow a column of
 a table of tiles, the longest first among heads whose k and v fit the L2. k and v come through rings of TMA copies; a copy fills
-with zeros past the end of a sequence and a store stops there, so lengths may be anything.
+with zeros past the end of a sequence and a store stops there, so lengths may be anything: with packed sequences too, whose
+descriptors (_gluon.ragged_descriptor) know ends inside a tensor. No tile is masked on its way to memory, and what lies beside a
+sequence is never read, be it NaN.
 Keys are visited right to left, so that the blocks at the edges alone need a mask. In a consumer, Q K^T of block j is issued
 together with P V of block j-1, and PINGPONG passes a token between the consumers so that one's softmax runs under the other's
 products.
@@ -216,7 +221,11 @@ def _masked(s, row, n, context, low, high, BN: gl.constexpr, LEFT: gl.constexpr,
 
 @gluon.jit
 def _tanh(x):
-    """tanh(x), with a relative error below 4e-6: near 0, where the exponential's form cancels, as its series."""
+    """tanh(x), with a relative error below 6e-6: near 0, where the exponential's form cancels, as its series.
+
+    A rational function with one reciprocal (1.3e-6 with four terms each above and below) would spare a special function of
+    three, but it issues a fifth more instructions and spills.
+    """
     t = 1.0 - 2.0 * reciprocal(1.0 + gl.exp2(x * 2.8853900817779268))
     square = x * x
     return gl.where(square < 0.00390625, x - x * square * 0.3333333333333333, t)
@@ -471,6 +480,7 @@ def launch(
             if seqused_k is not None:
                 cu_seqlens_q = torch.arange(0, (batch + 1) * seq, seq, dtype=torch.int32, device=q.device)
                 step = tma_strides(k)[0] // tma_strides(k)[1]
+            assert cu_seqlens_q is not None
             table = plan(cu_seqlens_q, cu_seqlens_k, seqused_k, batch * seq, context, step, heads, section, target.sms, left,
                          right, bn)  # fmt: skip
             lse_row = heads if seqused_k is not None else 1
