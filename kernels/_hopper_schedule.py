@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import _attention_tiles as tiles
+from ._gluon import gl, gluon
 from ._lang import cdiv, tl, triton
 from ._launch import launch as _launch
 
@@ -130,3 +131,78 @@ def plan(
         {"BM": BLOCK_M, "BN": block_n, "N": n, "CHUNK": 128, "num_warps": 4},
     )  # fmt: skip
     return table
+
+
+# ---- what the kernel makes of an entry: PACKED is a plan's, otherwise schedule's ---------------------------------------------
+
+
+@gluon.jit
+def field(table, i, programs, FIELD: gl.constexpr):
+    """A field of what _hopper_schedule.plan wrote for this program's round i."""
+    return gl.load(table + (i * programs + gl.program_id(0)) * 8 + FIELD)
+
+
+@gluon.jit
+def entry_of(table, i, programs, PACKED: gl.constexpr):
+    """What round i brings this program, negative where nothing: the number of a tile, or with PACKED a head. It is loaded a round
+    ahead, and brings the other fields into the L1, from which tile_of and the end of a tile take them when they need them."""
+    if PACKED:
+        entry = field(table, i, programs, 0)
+    else:
+        entry = gl.load(table + i * programs + gl.program_id(0))
+    return entry
+
+
+@gluon.jit
+def tile_of(
+    entry, table, i, programs, row_tiles, heads, seq, context, low, high,
+    BN: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr, EMPTY: gl.constexpr,
+):  # fmt: skip
+    """Head, first row, first block of keys and number of blocks of an entry of the table, and its sequence: (batch, first query,
+    queries, first key, keys, low, high), of which row i sees keys i + low to i + high. Keys are -1 where the boundaries are
+    impossible."""
+    if PACKED:
+        row = field(table, i, programs, 1)
+        q_start = field(table, i, programs, 2)
+        queries = field(table, i, programs, 3)
+        k_start = field(table, i, programs, 4)
+        context = field(table, i, programs, 5)
+        low += gl.maximum(context, 0) - queries
+        high += gl.maximum(context, 0) - queries
+        sequence = (0, q_start, queries, k_start, context, low, high)
+        h = entry
+    else:
+        bh = entry // row_tiles
+        row = (entry - bh * row_tiles) * 128
+        b = bh // heads
+    begin = 0
+    end = gl.cdiv(context, BN)
+    if LEFT:
+        begin = gl.maximum(row + low, 0) // BN
+    if RIGHT:
+        end = gl.minimum(gl.cdiv(row + 128 + high, BN), end)
+    blocks = end - begin
+    if EMPTY:
+        blocks = gl.maximum(blocks, 1)  # of masked logits alone
+    if not PACKED:
+        h = bh - b * heads
+        sequence = (b, 0, seq, 0, context, low, high)
+    return h, row, begin, blocks, sequence
+
+
+@gluon.jit
+def corner_of(b, start, length, row, h, column, PACKED: gl.constexpr):
+    """Where TMA finds a block that begins at this row of a sequence."""
+    if PACKED:
+        return (1073741824, start + length, 1073741824 - length + row, h, column)  # see _gluon.ragged_descriptor
+    else:
+        return (b, row, h, column)
+
+
+@gluon.jit
+def lse_row(b, h, q_start, heads, seq, PACKED: gl.constexpr):
+    if PACKED:
+        at = h.to(gl.int64) * seq + q_start.to(gl.int64) * heads
+    else:
+        at = (b * heads + h).to(gl.int64) * seq
+    return at

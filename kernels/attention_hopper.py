@@ -52,7 +52,7 @@ from ._gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ._hopper_schedule import BLOCK_M, plan, schedule
+from ._hopper_schedule import BLOCK_M, corner_of, entry_of, field, lse_row, plan, schedule, tile_of
 from ._lang import cdiv
 from ._launch import launch as _launch
 from ._launch import on_device, tma_strides
@@ -78,69 +78,6 @@ def configure(head_dim: int, bounded: bool) -> Config:
 
 # ---- the kernel --------------------------------------------------------------------------------------------------------------
 # Named barriers: 8 and 9 whose turn it is, 10 to 12 a stage of k is free, 13 to 15 one of v.
-
-
-@gluon.jit
-def _field(table, i, programs, FIELD: gl.constexpr):
-    """A field of what _hopper_schedule.plan wrote for this program's round i."""
-    return gl.load(table + (i * programs + gl.program_id(0)) * 8 + FIELD)
-
-
-@gluon.jit
-def _entry(table, i, programs, PACKED: gl.constexpr):
-    """What round i brings this program, negative where nothing: the number of a tile, or with PACKED a head. It is loaded a round
-    ahead, and brings the other fields into the L1, from which _tile and the end of a tile take them when they need them."""
-    if PACKED:
-        entry = _field(table, i, programs, 0)
-    else:
-        entry = gl.load(table + i * programs + gl.program_id(0))
-    return entry
-
-
-@gluon.jit
-def _tile(
-    entry, table, i, programs, row_tiles, heads, seq, context, low, high,
-    BN: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr, EMPTY: gl.constexpr,
-):  # fmt: skip
-    """Head, first row, first block of keys and number of blocks of an entry of the table, and its sequence: (batch, first query,
-    queries, first key, keys, low, high), of which row i sees keys i + low to i + high. Keys are -1 where the boundaries are
-    impossible."""
-    if PACKED:
-        row = _field(table, i, programs, 1)
-        q_start = _field(table, i, programs, 2)
-        queries = _field(table, i, programs, 3)
-        k_start = _field(table, i, programs, 4)
-        context = _field(table, i, programs, 5)
-        low += gl.maximum(context, 0) - queries
-        high += gl.maximum(context, 0) - queries
-        sequence = (0, q_start, queries, k_start, context, low, high)
-        h = entry
-    else:
-        bh = entry // row_tiles
-        row = (entry - bh * row_tiles) * 128
-        b = bh // heads
-    begin = 0
-    end = gl.cdiv(context, BN)
-    if LEFT:
-        begin = gl.maximum(row + low, 0) // BN
-    if RIGHT:
-        end = gl.minimum(gl.cdiv(row + 128 + high, BN), end)
-    blocks = end - begin
-    if EMPTY:
-        blocks = gl.maximum(blocks, 1)  # of masked logits alone
-    if not PACKED:
-        h = bh - b * heads
-        sequence = (b, 0, seq, 0, context, low, high)
-    return h, row, begin, blocks, sequence
-
-
-@gluon.jit
-def _corner(b, start, length, row, h, column, PACKED: gl.constexpr):
-    """Where TMA finds a block that begins at this row of a sequence."""
-    if PACKED:
-        return (1073741824, start + length, 1073741824 - length + row, h, column)  # see _gluon.ragged_descriptor
-    else:
-        return (b, row, h, column)
 
 
 @gluon.jit
@@ -172,11 +109,11 @@ def _producer(
     loaded = 0
     k_stage = 0
     v_stage = 0
-    entry = _entry(table, 0, programs, PACKED)
+    entry = entry_of(table, 0, programs, PACKED)
     for i in range(rounds):
-        following = _entry(table, i + 1, programs, PACKED)
+        following = entry_of(table, i + 1, programs, PACKED)
         if entry >= 0:
-            h, row, begin, blocks, sequence = _tile(
+            h, row, begin, blocks, sequence = tile_of(
                 entry, table, i, programs, row_tiles, heads, seq, context, low, high, BN, LEFT, RIGHT, PACKED, EMPTY
             )
             b, q_start, queries, k_start, keys, _, _ = sequence
@@ -185,10 +122,10 @@ def _producer(
             for c in gl.static_range(2):
                 mbarrier.wait(q_empty.index(c), (tiles & 1) ^ 1)
                 mbarrier.expect(q_full.index(c), q.block_type.nbytes)
-                tma_load(q, _corner(b, q_start, queries, row + c * 64, h, 0, PACKED), q_full.index(c), q_s.index(c))
+                tma_load(q, corner_of(b, q_start, queries, row + c * 64, h, 0, PACKED), q_full.index(c), q_s.index(c))
             tiles += 1
             for j in range(blocks):
-                at = _corner(b, k_start, keys, (begin + blocks - 1 - j) * BN, h // group, 0, PACKED)
+                at = corner_of(b, k_start, keys, (begin + blocks - 1 - j) * BN, h // group, 0, PACKED)
                 _fill(k, at, k_s, k_full, k_stage, loaded, 10)
                 _fill(v, at, v_s, v_full, v_stage, loaded, 13)
                 loaded += 1
@@ -205,14 +142,17 @@ def _producer(
 
 
 @gluon.jit
-def _masked(s, row, n, context, low, high, BN: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
-    """Logits of rows from `row` on and of block n of keys, -inf where a row does not see the key."""
+def _masked(
+    s, row, n, context, low, high, BN: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, END: gl.constexpr
+):  # fmt: skip
+    """Logits of rows from `row` on and of block n of keys, -inf where a row does not see the key. END: the block may reach past
+    `high` or the context."""
     layout: gl.constexpr = s.type.layout
     cols = n * BN + gl.arange(0, BN, gl.SliceLayout(0, layout))
     rows = row + gl.arange(0, 64, gl.SliceLayout(1, layout))
-    if RIGHT:
+    if RIGHT and END:
         s = gl.where(cols[None, :] <= (rows + high)[:, None], s, float("-inf"))
-    if RIGHT != 1:
+    if RIGHT != 1 and END:
         s = gl.where(cols[None, :] < context, s, float("-inf"))
     if LEFT:
         s = gl.where(cols[None, :] >= (rows + low)[:, None], s, float("-inf"))
@@ -235,15 +175,6 @@ def _tanh(x):
 def _own_sum(p, BN: gl.constexpr):
     """Every thread's sum over its own columns, [64, 4]: the four threads of a row meet once per tile."""
     return gl.sum(p.reshape([64, BN // 8, 4, 2]).permute([0, 2, 1, 3]).reshape([64, 4, BN // 4]), 2)
-
-
-@gluon.jit
-def _lse_row(b, h, q_start, heads, seq, PACKED: gl.constexpr):
-    if PACKED:
-        at = h.to(gl.int64) * seq + q_start.to(gl.int64) * heads
-    else:
-        at = (b * heads + h).to(gl.int64) * seq
-    return at
 
 
 @gluon.jit
@@ -294,11 +225,11 @@ def _consumer(
     v_phase = 0
     if CID == 1:
         _pass_turn(CID, PINGPONG)  # consumer 0 goes first
-    entry = _entry(table, 0, programs, PACKED)
+    entry = entry_of(table, 0, programs, PACKED)
     for i in range(rounds):
-        following = _entry(table, i + 1, programs, PACKED)
+        following = entry_of(table, i + 1, programs, PACKED)
         if entry >= 0:
-            h, row, begin, blocks, sequence = _tile(
+            h, row, begin, blocks, sequence = tile_of(
                 entry, table, i, programs, row_tiles, heads, seq, context, low, high, BN, LEFT, RIGHT, PACKED, EMPTY
             )
             b, _, _, _, keys, least, most = sequence
@@ -318,7 +249,7 @@ def _consumer(
             if cap is not None:
                 s = _tanh(s * cap)
             if EDGES > 0 or LEFT:
-                s = _masked(s, row, begin + blocks - 1, keys, least, most, BN, LEFT, RIGHT)
+                s = _masked(s, row, begin + blocks - 1, keys, least, most, BN, LEFT, RIGHT, True)
             m = gl.max(s, 1) * scale
             if EDGES > 1 or LEFT or EMPTY:
                 m = gl.maximum(m, -1.0e30)  # rows that see nothing of this block
@@ -350,7 +281,7 @@ def _consumer(
                         if cap is not None:
                             s = _tanh(s * cap)
                         if part != 1:
-                            s = _masked(s, row, begin + blocks - 1 - j, keys, least, most, BN, LEFT, RIGHT)
+                            s = _masked(s, row, begin + blocks - 1 - j, keys, least, most, BN, LEFT, RIGHT, part == 0)
                         new = gl.maximum(m, gl.max(s, 1) * scale)
                         shrink = gl.exp2(m - new)
                         p = gl.exp2(s * scale - new[:, None])
@@ -380,9 +311,9 @@ def _consumer(
             q_start = 0
             queries = seq
             if PACKED:  # again: to hold them through the loops costs spills
-                q_start = _field(table, i, programs, 2)
-                queries = _field(table, i, programs, 3)
-                keys = _field(table, i, programs, 5)
+                q_start = field(table, i, programs, 2)
+                queries = field(table, i, programs, 3)
+                keys = field(table, i, programs, 5)
                 inverse = gl.where(keys < 0, float("nan"), inverse)
                 logs = gl.where(keys < 0, float("nan"), logs)
             acc = warpgroup_mma_wait(0, deps=(flying_acc,))
@@ -395,10 +326,10 @@ def _consumer(
                 tma_store_wait(0)  # the store before, of this tile or the one before it, has left the buffer
                 if part == 0:
                     rows = row + gl.arange(0, 64, s_rows)
-                    gl.store(lse + _lse_row(b, h, q_start, heads, seq, PACKED) + rows, logs, mask=rows < queries)
+                    gl.store(lse + lse_row(b, h, q_start, heads, seq, PACKED) + rows, logs, mask=rows < queries)
                 out_s.index(CID).reshape([64, WIDTH]).store(pieces[part].to(dtype))
                 fence_async_shared()
-                tma_store(out, _corner(b, q_start, queries, row, h, part * WIDTH, PACKED), out_s.index(CID))
+                tma_store(out, corner_of(b, q_start, queries, row, h, part * WIDTH, PACKED), out_s.index(CID))
             tiles += 1
         entry = following
     tma_store_wait(0)
@@ -483,7 +414,7 @@ def launch(
             assert cu_seqlens_q is not None
             table = plan(cu_seqlens_q, cu_seqlens_k, seqused_k, batch * seq, context, step, heads, section, target.sms, left,
                          right, bn)  # fmt: skip
-            lse_row = heads if seqused_k is not None else 1
+            lse_step = heads if seqused_k is not None else 1
         else:
             steps = []
             for first in range(offset, offset + seq, BLOCK_M):
@@ -499,7 +430,7 @@ def launch(
         _launch(
             _forward_kernel, (table.shape[1],),
             (*blocks, lse, table, sinks, (softcap or scale) * LOG2E, scale / softcap if softcap else None, table.shape[0] - 1,
-             row_tiles, seq, context, lse_row if packed else heads, group, offset - left, offset + right),
+             row_tiles, seq, context, lse_step if packed else heads, group, offset - left, offset + right),
             {"D": head_dim, "BN": bn, "K_STAGES": config.k_stages, "V_STAGES": config.v_stages, "LEFT": left >= 0,
              "RIGHT": min(right + 1, 2), "EDGES": edges, "PINGPONG": config.pingpong, "PACKED": packed,
              "EMPTY": packed or (right >= 0 and context < seq), "num_warps": 4, "maxnreg": 168},
