@@ -142,17 +142,14 @@ def _producer(
 
 
 @gluon.jit
-def _masked(
-    s, row, n, context, low, high, BN: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, END: gl.constexpr
-):  # fmt: skip
-    """Logits of rows from `row` on and of block n of keys, -inf where a row does not see the key. END: the block may reach past
-    `high` or the context."""
+def _masked(s, row, n, context, low, high, BN: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """Logits of rows from `row` on and of block n of keys, -inf where a row does not see the key."""
     layout: gl.constexpr = s.type.layout
     cols = n * BN + gl.arange(0, BN, gl.SliceLayout(0, layout))
     rows = row + gl.arange(0, 64, gl.SliceLayout(1, layout))
-    if RIGHT and END:
+    if RIGHT:
         s = gl.where(cols[None, :] <= (rows + high)[:, None], s, float("-inf"))
-    if RIGHT != 1 and END:
+    if RIGHT != 1:
         s = gl.where(cols[None, :] < context, s, float("-inf"))
     if LEFT:
         s = gl.where(cols[None, :] >= (rows + low)[:, None], s, float("-inf"))
@@ -249,7 +246,7 @@ def _consumer(
             if cap is not None:
                 s = _tanh(s * cap)
             if EDGES > 0 or LEFT:
-                s = _masked(s, row, begin + blocks - 1, keys, least, most, BN, LEFT, RIGHT, True)
+                s = _masked(s, row, begin + blocks - 1, keys, least, most, BN, LEFT, RIGHT)
             m = gl.max(s, 1) * scale
             if EDGES > 1 or LEFT or EMPTY:
                 m = gl.maximum(m, -1.0e30)  # rows that see nothing of this block
@@ -281,7 +278,7 @@ def _consumer(
                         if cap is not None:
                             s = _tanh(s * cap)
                         if part != 1:
-                            s = _masked(s, row, begin + blocks - 1 - j, keys, least, most, BN, LEFT, RIGHT, part == 0)
+                            s = _masked(s, row, begin + blocks - 1 - j, keys, least, most, BN, LEFT, RIGHT)
                         new = gl.maximum(m, gl.max(s, 1) * scale)
                         shrink = gl.exp2(m - new)
                         p = gl.exp2(s * scale - new[:, None])
