@@ -6,7 +6,7 @@ Kernels take all of it from here: `gluon.jit`, the language `gl`, `mbarrier` (in
     tma_load, tma_store, tma_add, tma_store_wait    async_copy_*, then async_load, async_store, async_atomic_add
     block_barrier                                   thread_barrier, then barrier
     bar_sync, bar_arrive                            named barriers, which Gluon does not have
-    add_four                                        vector adds to memory, likewise
+    add_four, reciprocal                            vector adds to memory and a fast 1 / x, likewise
     allocate_barriers                               an array of mbarriers, initialised
     ragged_rows                                     rows of a segment, for TMA that ends with it
 
@@ -92,6 +92,12 @@ def bar_arrive(barrier: Any, threads: Any, _semantic: Any = None) -> None:
 
 
 @gluon.jit
+def reciprocal(x):
+    """1 / x in one instruction, to within a unit in the last place; 0 where x is infinite."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def add_four(pointers, values):
     """Add fp32 values to memory in whatever order. A thread must hold them in groups of four with adjacent addresses."""
     addresses = pointers.to(gl.int64, bitcast=True)
@@ -129,7 +135,7 @@ def descriptor(t: torch.Tensor, block: Sequence[int], swizzle: bool = True, ragg
     """A TensorDescriptor that moves blocks of this shape, with the widest swizzle they allow, or none.
 
     t: last axis contiguous, other strides and the address multiples of 16 bytes (asserted by triton).
-    ragged: of t `1 rows ...` for blocks (1, *block) at corners (*ragged_rows(...), ...). Addresses are modulo 2**64, and 2**30
+    ragged: of t `batch rows ...` whose rows lie one after the other, for blocks (1, *block) at corners (*ragged_rows(...), ...). Addresses are modulo 2**64, and 2**30
     along the first axis takes away what 2**30 rows along the third add (as triton.tools.ragged_tma does it).
     """
     name = str(t.dtype)[6:]

@@ -2,17 +2,22 @@
 
     out = softmax(scale * q @ k^T, context) @ v,    lse = log(sum(exp(scale * q @ k^T), context))
 
-    q, out   batch seq heads head_dim          bf16 or fp16, head_dim 64 or 128
-    k, v     batch context kv_heads head_dim   heads is a multiple of kv_heads; context >= seq where a window bounds it
+    q, out   batch seq heads head_dim          bf16 or fp16, head_dim 64, 128 or 256
+    k, v     batch context kv_heads head_dim   heads is a multiple of kv_heads
     sinks    heads                             None, or the logit of a further key whose value is 0, fp32
     lse      batch heads seq                   natural log, fp32, with the sink
 
-Query i stands at p = i + context - seq and sees key j iff p - left <= j <= p + right; a negative one bounds nothing. HBM, in
-elements: reads q, k, v and sinks, writes out and lse.
+With softcap logits x become softcap * tanh(x / softcap). Query i stands at p = i + context - seq and sees key j iff
+p - left <= j <= p + right; a negative one bounds nothing. A row that sees nothing gives out 0 and lse -inf (the sink's logit).
+cu_seqlens_q, cu_seqlens_k `segments+1`: batch is 1, and seq and context are those of a segment; seqused_k `batch`: context is at
+most that of k. Both stay on the device. Tokens after the last boundary see nothing; impossible boundaries give NaN rows, and
+of an impossible seqused_k the rows of its sequence. HBM, in elements: reads q, k, v and sinks, writes out and lse.
 
 Roles: two consumers (warpgroups) of 64 query rows each and one producer warp. Programs stay on their SM and follow a column of
 a table of tiles, the longest first among heads whose k and v fit the L2. k and v come through rings of TMA copies; a copy fills
-with zeros past the end of a sequence and a store stops there, so lengths may be anything.
+with zeros past the end of a sequence and a store stops there, so lengths may be anything: with packed sequences too, whose
+descriptors (_gluon.descriptor, ragged) know ends inside a tensor. No tile is masked on its way to memory, and what lies beside a
+sequence is never read, be it NaN.
 Keys are visited right to left, so that the blocks at the edges alone need a mask. In a consumer, Q K^T of block j is issued
 together with P V of block j-1, and PINGPONG passes a token between the consumers so that one's softmax runs under the other's
 products.
@@ -24,8 +29,6 @@ imposed on the wait for P V, 7 to 8 %; ring slots given back by bar_arrive, whic
 
 from __future__ import annotations
 
-import functools
-import heapq
 from dataclasses import dataclass
 
 import torch
@@ -41,19 +44,20 @@ from ._gluon import (
     gl,
     gluon,
     mbarrier,
+    reciprocal,
     tma_load,
     tma_store,
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from ._hopper_schedule import BLOCK_M, corner_of, entry_of, field, lse_row, plan, schedule, tile_of
 from ._lang import cdiv
 from ._launch import launch as _launch
-from ._launch import on_device
+from ._launch import on_device, tma_strides
 from ._target import Target, target_of
 
-ROWS = 64  # of a consumer
-BLOCK_M = 2 * ROWS
+ROWS = 64  # of a consumer: two of them share a tile of BLOCK_M
 
 
 @dataclass(frozen=True)
@@ -65,28 +69,14 @@ class Config:
 
 
 def configure(head_dim: int, bounded: bool) -> Config:
+    if head_dim == 256:  # not measured: what fits beside q and half of out
+        return Config(64, 2, 2, True)
     # H200, 2026-11-29: a third stage, three consumers and other orders of waiting gain nothing at either head_dim.
     return Config(128, 2, 2, bounded or head_dim == 64)
 
 
 # ---- the kernel --------------------------------------------------------------------------------------------------------------
 # Named barriers: 8 and 9 whose turn it is, 10 to 12 a stage of k is free, 13 to 15 one of v.
-
-
-@gluon.jit
-def _tile(entry, row_tiles, heads, context, low, high, BN: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
-    """Batch, head, first row, first block of keys and number of blocks of one entry of the table. Row i sees keys i + low to
-    i + high."""
-    bh = entry // row_tiles
-    row = (entry - bh * row_tiles) * 128
-    b = bh // heads
-    begin = 0
-    end = gl.cdiv(context, BN)
-    if LEFT:
-        begin = gl.maximum(row + low, 0) // BN
-    if RIGHT:
-        end = gl.minimum(gl.cdiv(row + 128 + high, BN), end)
-    return b, bh - b * heads, row, begin, end - begin
 
 
 @gluon.jit
@@ -108,8 +98,8 @@ def _fill(x, corner, memory, full, stage, loaded, FREE: gl.constexpr):
 
 @gluon.jit
 def _producer(
-    q, k, v, table, q_s, k_s, v_s, q_full, q_empty, k_full, v_full, rounds, row_tiles, context, heads, group, low, high,
-    BN: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    q, k, v, table, q_s, k_s, v_s, q_full, q_empty, k_full, v_full, rounds, row_tiles, seq, context, heads, group, low, high,
+    BN: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr, EMPTY: gl.constexpr,
 ):  # fmt: skip
     K_STAGES: gl.constexpr = k_s.type.shape[0]
     V_STAGES: gl.constexpr = v_s.type.shape[0]
@@ -118,20 +108,25 @@ def _producer(
     loaded = 0
     k_stage = 0
     v_stage = 0
-    entry = gl.load(table + gl.program_id(0))
+    entry = entry_of(table, 0, programs, PACKED)
     for i in range(rounds):
-        following = gl.load(table + (i + 1) * programs + gl.program_id(0))
+        following = entry_of(table, i + 1, programs, PACKED)
         if entry >= 0:
-            b, h, row, begin, blocks = _tile(entry, row_tiles, heads, context, low, high, BN, LEFT, RIGHT)
+            h, row, begin, blocks, sequence = tile_of(
+                entry, table, i, programs, row_tiles, heads, seq, context, low, high, BN, LEFT, RIGHT, PACKED, EMPTY
+            )
+            b, q_start, queries, k_start, keys, _, _ = sequence
+            if PACKED:
+                keys = gl.maximum(keys, 0)
             for c in gl.static_range(2):
                 mbarrier.wait(q_empty.index(c), (tiles & 1) ^ 1)
                 mbarrier.expect(q_full.index(c), q.block_type.nbytes)
-                tma_load(q, [b, row + c * 64, h, 0], q_full.index(c), q_s.index(c))
+                tma_load(q, corner_of(b, q_start, queries, row + c * 64, h, 0, PACKED), q_full.index(c), q_s.index(c))
             tiles += 1
             for j in range(blocks):
-                at = (begin + blocks - 1 - j) * BN
-                _fill(k, [b, at, h // group, 0], k_s, k_full, k_stage, loaded, 10)
-                _fill(v, [b, at, h // group, 0], v_s, v_full, v_stage, loaded, 13)
+                at = corner_of(b, k_start, keys, (begin + blocks - 1 - j) * BN, h // group, 0, PACKED)
+                _fill(k, at, k_s, k_full, k_stage, loaded, 10)
+                _fill(v, at, v_s, v_full, v_stage, loaded, 13)
                 loaded += 1
                 k_stage = gl.where(k_stage == K_STAGES - 1, 0, k_stage + 1)
                 v_stage = gl.where(v_stage == V_STAGES - 1, 0, v_stage + 1)
@@ -161,9 +156,31 @@ def _masked(s, row, n, context, low, high, BN: gl.constexpr, LEFT: gl.constexpr,
 
 
 @gluon.jit
+def _tanh(x):
+    """tanh(x), with a relative error below 6e-6: near 0, where the exponential's form cancels, as its series.
+
+    A rational function with one reciprocal (1.3e-6 with four terms each above and below) would spare a special function of
+    three, but it issues a fifth more instructions and spills.
+    """
+    t = 1.0 - 2.0 * reciprocal(1.0 + gl.exp2(x * 2.8853900817779268))
+    square = x * x
+    return gl.where(square < 0.00390625, x - x * square * 0.3333333333333333, t)
+
+
+@gluon.jit
 def _own_sum(p, BN: gl.constexpr):
     """Every thread's sum over its own columns, [64, 4]: the four threads of a row meet once per tile."""
     return gl.sum(p.reshape([64, BN // 8, 4, 2]).permute([0, 2, 1, 3]).reshape([64, 4, BN // 4]), 2)
+
+
+@gluon.jit
+def _pieces(acc, PARTS: gl.constexpr):
+    """The columns of acc in so many tiles, 1 or 2."""
+    if PARTS == 1:
+        pieces = (acc,)
+    else:
+        pieces = acc.reshape([64, 2, acc.shape[1] // 2]).permute([0, 2, 1]).split()
+    return pieces
 
 
 @gluon.jit
@@ -181,11 +198,11 @@ def _pass_turn(CID: gl.constexpr, PINGPONG: gl.constexpr):
 @gluon.jit
 def _consumer(
     CID: gl.constexpr, out, lse, table, sinks, q_s, k_s, v_s, out_s, q_full, q_empty, k_full, v_full, rounds, row_tiles, seq,
-    context, heads, low, high, scale, D: gl.constexpr, BN: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    EDGES: gl.constexpr, PINGPONG: gl.constexpr,
+    context, heads, low, high, scale, cap, D: gl.constexpr, BN: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    EDGES: gl.constexpr, PINGPONG: gl.constexpr, PACKED: gl.constexpr, EMPTY: gl.constexpr,
 ):  # fmt: skip
     """scale: of base-2 logits. EDGES: blocks from the right that need a mask, with LEFT besides those that reach past `low`.
-    RIGHT: 0 without a bound, 1 with one inside the context, 2 where it may lie outside."""
+    RIGHT: 0 without a bound, 1 with one inside the context, 2 where it may lie outside. EMPTY: rows may see no key."""
     K_STAGES: gl.constexpr = k_s.type.shape[0]
     V_STAGES: gl.constexpr = v_s.type.shape[0]
     dtype: gl.constexpr = q_s.dtype
@@ -204,14 +221,17 @@ def _consumer(
     v_phase = 0
     if CID == 1:
         _pass_turn(CID, PINGPONG)  # consumer 0 goes first
-    entry = gl.load(table + gl.program_id(0))
+    entry = entry_of(table, 0, programs, PACKED)
     for i in range(rounds):
-        following = gl.load(table + (i + 1) * programs + gl.program_id(0))
+        following = entry_of(table, i + 1, programs, PACKED)
         if entry >= 0:
-            b, h, row, begin, blocks = _tile(entry, row_tiles, heads, context, low, high, BN, LEFT, RIGHT)
-            inner = 0  # blocks from this one on lie above `low` of every row
+            h, row, begin, blocks, sequence = tile_of(
+                entry, table, i, programs, row_tiles, heads, seq, context, low, high, BN, LEFT, RIGHT, PACKED, EMPTY
+            )
+            b, _, _, _, keys, least, most = sequence
+            inner = 0  # blocks from this one on lie above `least` of every row
             if LEFT:
-                inner = gl.minimum(gl.cdiv(gl.maximum(row + 127 + low, 0), BN) - begin, blocks)
+                inner = gl.minimum(gl.cdiv(gl.maximum(row + 127 + least, 0), BN) - begin, blocks)
             row += CID * 64
             mbarrier.wait(q_full.index(CID), tiles & 1)
             mbarrier.wait(k_full.index(k_stage), k_phase)
@@ -222,10 +242,12 @@ def _consumer(
             s = warpgroup_mma_wait(0, deps=(flying,))
             bar_arrive(10 + k_stage, 288)
             k_stage, k_phase = _next(k_stage, k_phase, K_STAGES)
+            if cap is not None:
+                s = _tanh(s * cap)
             if EDGES > 0 or LEFT:
-                s = _masked(s, row, begin + blocks - 1, context, low, high, BN, LEFT, RIGHT)
+                s = _masked(s, row, begin + blocks - 1, keys, least, most, BN, LEFT, RIGHT)
             m = gl.max(s, 1) * scale
-            if EDGES > 1 or LEFT:
+            if EDGES > 1 or LEFT or EMPTY:
                 m = gl.maximum(m, -1.0e30)  # rows that see nothing of this block
             p = gl.exp2(s * scale - m[:, None])
             l = _own_sum(p, BN)
@@ -252,8 +274,10 @@ def _consumer(
                         s = warpgroup_mma_wait(1, deps=(flying,))
                         bar_arrive(10 + k_stage, 288)
                         k_stage, k_phase = _next(k_stage, k_phase, K_STAGES)
+                        if cap is not None:
+                            s = _tanh(s * cap)
                         if part != 1:
-                            s = _masked(s, row, begin + blocks - 1 - j, context, low, high, BN, LEFT, RIGHT)
+                            s = _masked(s, row, begin + blocks - 1 - j, keys, least, most, BN, LEFT, RIGHT)
                         new = gl.maximum(m, gl.max(s, 1) * scale)
                         shrink = gl.exp2(m - new)
                         p = gl.exp2(s * scale - new[:, None])
@@ -277,17 +301,31 @@ def _consumer(
                 total = total * shrink + gl.exp2(sink - new)
                 inverse = shrink / total
                 m = new
+            if EMPTY:
+                inverse = gl.where(total == 0.0, 0.0, inverse)
             logs = (m + gl.log2(total)) * 0.6931471805599453
+            q_start = 0
+            queries = seq
+            if PACKED:  # again: to hold them through the loops costs spills
+                q_start = field(table, i, programs, 2)
+                queries = field(table, i, programs, 3)
+                keys = field(table, i, programs, 5)
+                inverse = gl.where(keys < 0, float("nan"), inverse)
+                logs = gl.where(keys < 0, float("nan"), logs)
             acc = warpgroup_mma_wait(0, deps=(flying_acc,))
             bar_arrive(13 + v_stage, 288)
             v_stage, v_phase = _next(v_stage, v_phase, V_STAGES)
             acc = acc * gl.convert_layout(inverse, acc_rows)[:, None]
-            tma_store_wait(0)  # the store of the tile before has left the buffer
-            rows = row + gl.arange(0, 64, s_rows)
-            gl.store(lse + (b * heads + h).to(gl.int64) * seq + rows, logs, mask=rows < seq)
-            out_s.index(CID).reshape([64, D]).store(acc.to(dtype))
-            fence_async_shared()
-            tma_store(out, [b, row, h, 0], out_s.index(CID))
+            WIDTH: gl.constexpr = out_s.type.shape[-1]
+            pieces = _pieces(acc, D // WIDTH)
+            for part in gl.static_range(D // WIDTH):
+                tma_store_wait(0)  # the store before, of this tile or the one before it, has left the buffer
+                if part == 0:
+                    rows = row + gl.arange(0, 64, s_rows)
+                    gl.store(lse + lse_row(b, h, q_start, heads, seq, PACKED) + rows, logs, mask=rows < queries)
+                out_s.index(CID).reshape([64, WIDTH]).store(pieces[part].to(dtype))
+                fence_async_shared()
+                tma_store(out, corner_of(b, q_start, queries, row, h, part * WIDTH, PACKED), out_s.index(CID))
             tiles += 1
         entry = following
     tma_store_wait(0)
@@ -295,14 +333,16 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=["rounds", "row_tiles", "seq", "context", "heads", "group", "low", "high"])
 def _forward_kernel(
-    q, k, v, out, lse, table, sinks, scale, rounds, row_tiles, seq, context, heads, group, low, high,
+    q, k, v, out, lse, table, sinks, scale, cap, rounds, row_tiles, seq, context, heads, group, low, high,
     D: gl.constexpr, BN: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    EDGES: gl.constexpr, PINGPONG: gl.constexpr,
+    EDGES: gl.constexpr, PINGPONG: gl.constexpr, PACKED: gl.constexpr, EMPTY: gl.constexpr,
 ):  # fmt: skip
-    q_s = gl.allocate_shared_memory(q.dtype, [2, 1, 64, 1, D], q.layout)
-    k_s = gl.allocate_shared_memory(k.dtype, [K_STAGES, 1, BN, 1, D], k.layout)
-    v_s = gl.allocate_shared_memory(v.dtype, [V_STAGES, 1, BN, 1, D], v.layout)
-    out_s = gl.allocate_shared_memory(out.dtype, [2, 1, 64, 1, D], out.layout)
+    """scale and cap: scale * log2(e) and None, or softcap * log2(e) and scale / softcap. With PACKED low and high count from
+    where a query stands, lse lies seq apart for heads and `heads` apart for tokens that begin a sequence."""
+    q_s = gl.allocate_shared_memory(q.dtype, [2] + q.block_shape, q.layout)
+    k_s = gl.allocate_shared_memory(k.dtype, [K_STAGES] + k.block_shape, k.layout)
+    v_s = gl.allocate_shared_memory(v.dtype, [V_STAGES] + v.block_shape, v.layout)
+    out_s = gl.allocate_shared_memory(out.dtype, [2] + out.block_shape, out.layout)
     q_full = allocate_barriers(2, 1)
     q_empty = allocate_barriers(2, 1)
     k_full = allocate_barriers(K_STAGES, 1)
@@ -310,11 +350,11 @@ def _forward_kernel(
     gl.warp_specialize(
         [
             (_consumer, (0, out, lse, table, sinks, q_s, k_s, v_s, out_s, q_full, q_empty, k_full, v_full, rounds, row_tiles,
-                         seq, context, heads, low, high, scale, D, BN, LEFT, RIGHT, EDGES, PINGPONG)),
+                         seq, context, heads, low, high, scale, cap, D, BN, LEFT, RIGHT, EDGES, PINGPONG, PACKED, EMPTY)),
             (_consumer, (1, out, lse, table, sinks, q_s, k_s, v_s, out_s, q_full, q_empty, k_full, v_full, rounds, row_tiles,
-                         seq, context, heads, low, high, scale, D, BN, LEFT, RIGHT, EDGES, PINGPONG)),
-            (_producer, (q, k, v, table, q_s, k_s, v_s, q_full, q_empty, k_full, v_full, rounds, row_tiles, context, heads,
-                         group, low, high, BN, LEFT, RIGHT)),
+                         seq, context, heads, low, high, scale, cap, D, BN, LEFT, RIGHT, EDGES, PINGPONG, PACKED, EMPTY)),
+            (_producer, (q, k, v, table, q_s, k_s, v_s, q_full, q_empty, k_full, v_full, rounds, row_tiles, seq, context, heads,
+                         group, low, high, BN, LEFT, RIGHT, PACKED, EMPTY)),
         ],
         [4, 1],
         [240, 24],
@@ -324,72 +364,70 @@ def _forward_kernel(
 # ---- the host ----------------------------------------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=64)
-def schedule(
-    row_tiles: int, sequences: int, heads: int, programs: int, steps: tuple[int, ...], device: torch.device
-) -> Tensor:
-    """"rounds programs": the tiles of every program, -1 after its last; a tile is sequence * row_tiles + its place in it.
-
-    Tiles of `heads` sequences at a time (whose k and v stay in the L2), the longest first, each for the program that is free
-    first. steps: blocks of keys of each of the row_tiles tiles of a sequence.
-    """
-    columns: list[list[int]] = [[] for _ in range(programs)]
-    free = [(0.0, program) for program in range(programs)]
-    longest = sorted(range(row_tiles), key=lambda tile: -steps[tile])
-    for first in range(0, sequences, heads):
-        for tile in longest:
-            for sequence in range(first, min(first + heads, sequences)):
-                time, program = heapq.heappop(free)
-                columns[program].append(sequence * row_tiles + tile)
-                heapq.heappush(free, (time + steps[tile] + 1.5, program))  # 1.5: start and end of a tile, in blocks
-    rounds = max(map(len, columns)) + 1
-    rows = [[column[i] if i < len(column) else -1 for column in columns] for i in range(rounds)]
-    return torch.tensor(rows, dtype=torch.int32, device=device)
-
-
-def refusal(q: Tensor, k: Tensor, v: Tensor, left: int, right: int, target: Target) -> str:
+def refusal(q: Tensor, k: Tensor, v: Tensor, target: Target, used: Tensor | None = None) -> str:
     """Why this kernel cannot take these arguments on target, or "" where it can."""
     if target.capability != 90:
         return f"{target.name} is not sm_90"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"q is {q.dtype}, not bfloat16 or float16"
-    if q.shape[-1] not in (64, 128) or v.shape[-1] != q.shape[-1]:
-        return f"head_dim={q.shape[-1]} and v_dim={v.shape[-1]}, not both 64 or both 128"
-    if max(left, right) >= 0 and k.shape[1] < q.shape[1]:
-        return f"context={k.shape[1]} is shorter than seq={q.shape[1]}, so that a window leaves rows nothing"
+    if q.shape[-1] not in (64, 128, 256) or v.shape[-1] != q.shape[-1]:
+        return f"head_dim={q.shape[-1]} and v_dim={v.shape[-1]}, not both 64, 128 or 256"
+    if used is not None:
+        for name, t in (("q", q), ("k", k), ("v", v)):
+            batch, row = tma_strides(t)[:2]
+            if batch % row or (name == "q" and batch != row * t.shape[1]):
+                return f"{name} has strides {t.stride()} with seqused_k, which are not those of one sequence after the other"
     return ""
 
 
 def launch(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, left: int, right: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    """out and lse. q, k, v: what refusal() lets pass, not empty, with rows that TMA takes (_launch.tma_ready)."""
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, left: int, right: int, scale: float, softcap: float = 0.0,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, seqused_k: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out and lse. q, k, v: what refusal() lets pass, not empty, with rows that TMA takes (_launch.tma_ready). Either both
+    cu_seqlens (and batch 1), or seqused_k, or none."""
     batch, seq, heads, head_dim = q.shape
     context, kv_heads = k.shape[1:3]
     group = heads // kv_heads
     target = target_of(q.device)
     config = configure(head_dim, right >= 0)
     bn = config.block_n
-    row_tiles = cdiv(seq, BLOCK_M)
-    offset = context - seq
-    steps = []
-    for first in range(offset, offset + seq, BLOCK_M):
-        begin = max(first - left, 0) // bn if left >= 0 else 0
-        steps.append(cdiv(min(context, first + BLOCK_M + right) if right >= 0 else context, bn) - begin)
-    near = max(1, target.l2_bytes // 3 // (context * head_dim * 2 * q.element_size()))  # kv heads that share a third of the L2
-    programs = min(target.sms, row_tiles * batch * heads)
+    packed = cu_seqlens_q is not None or seqused_k is not None
+    offset = 0 if packed else context - seq
     # Blocks from the right that some row of a tile does not see all of.
-    edges = (1 if (offset + right) % bn == 0 else 2) if right >= 0 else int(context % bn > 0)
+    edges = BLOCK_M // bn + (packed or (offset + right) % bn > 0) if right >= 0 else int(packed or context % bn > 0)
+    near = max(1, target.l2_bytes // 3 // (context * head_dim * 2 * q.element_size()))  # kv heads that share a third of the L2
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, seq, dtype=torch.float32, device=q.device)
+    row_tiles = cdiv(seq, BLOCK_M)
     with on_device(q):
-        table = schedule(row_tiles, batch * heads, min(near, batch * kv_heads) * group, programs, tuple(steps), q.device)
-        blocks = [descriptor(t, [1, n, 1, head_dim]) for t, n in ((q, ROWS), (k, bn), (v, bn), (out, ROWS))]
+        if packed:
+            section = min(near, kv_heads) * group
+            step = 0
+            if seqused_k is not None:
+                cu_seqlens_q = torch.arange(0, (batch + 1) * seq, seq, dtype=torch.int32, device=q.device)
+                step = tma_strides(k)[0] // tma_strides(k)[1]
+            assert cu_seqlens_q is not None
+            table = plan(cu_seqlens_q, cu_seqlens_k, seqused_k, batch * seq, context, step, heads, section, target.sms, left,
+                         right, bn)  # fmt: skip
+            lse_step = heads if seqused_k is not None else 1
+        else:
+            steps = []
+            for first in range(offset, offset + seq, BLOCK_M):
+                begin = max(first - left, 0) // bn if left >= 0 else 0
+                end = cdiv(min(context, first + BLOCK_M + right) if right >= 0 else context, bn)
+                steps.append(max(end - begin, 1))
+            programs = min(target.sms, row_tiles * batch * heads)
+            section = min(near, batch * kv_heads) * group
+            table = schedule(row_tiles, batch * heads, section, programs, tuple(steps), q.device)
+        blocks = [descriptor(t, [1, n, 1, width], ragged=packed) for t, n, width in (
+            (q, ROWS, head_dim), (k, bn, head_dim), (v, bn, head_dim), (out, ROWS, min(head_dim, 128)))]  # fmt: skip
         _launch(
-            _forward_kernel, (programs,),
-            (*blocks, lse, table, sinks, scale * LOG2E, table.shape[0] - 1, row_tiles, seq, context, heads, group,
-             offset - left, offset + right),
+            _forward_kernel, (table.shape[1],),
+            (*blocks, lse, table, sinks, (softcap or scale) * LOG2E, scale / softcap if softcap else None, table.shape[0] - 1,
+             row_tiles, seq, context, lse_step if packed else heads, group, offset - left, offset + right),
             {"D": head_dim, "BN": bn, "K_STAGES": config.k_stages, "V_STAGES": config.v_stages, "LEFT": left >= 0,
-             "RIGHT": min(right + 1, 2), "EDGES": edges, "PINGPONG": config.pingpong, "num_warps": 4, "maxnreg": 168},
+             "RIGHT": min(right + 1, 2), "EDGES": edges, "PINGPONG": config.pingpong, "PACKED": packed,
+             "EMPTY": packed or (right >= 0 and context < seq), "num_warps": 4, "maxnreg": 168},
         )  # fmt: skip
     return out, lse

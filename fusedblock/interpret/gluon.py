@@ -296,6 +296,7 @@ _ASSEMBLY: list[tuple[str, Callable[..., Any]]] = [
     (r"bar\.arrive \$1, (\d+);", lambda found, barrier: _named_barrier(False)(barrier, int(found[1]))),
     (r"red\.relaxed\.gpu\.global\.add\.v4\.f32 ", lambda found, pointers, values: _add_four(pointers, values)),
     (r"ex2\.approx(?:\.ftz)?\.f32 \$0, \$1;", lambda found, x: tl.exp2(x)),
+    (r"rcp\.approx\.ftz\.f32 \$0, \$1;", lambda found, x: 1.0 / x),
 ]
 
 
