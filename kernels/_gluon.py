@@ -135,8 +135,9 @@ def descriptor(t: torch.Tensor, block: Sequence[int], swizzle: bool = True, ragg
     """A TensorDescriptor that moves blocks of this shape, with the widest swizzle they allow, or none.
 
     t: last axis contiguous, other strides and the address multiples of 16 bytes (asserted by triton).
-    ragged: of t `batch rows ...` whose rows lie one after the other, for blocks (1, *block) at corners (*ragged_rows(...), ...). Addresses are modulo 2**64, and 2**30
-    along the first axis takes away what 2**30 rows along the third add (as triton.tools.ragged_tma does it).
+    ragged: of t `batch rows ...` whose rows lie one after the other, for blocks (1, *block) at corners (*ragged_rows(...), ...).
+    Addresses are modulo 2**64, and 2**30 along the first axis takes away what 2**30 rows along the third add (as
+    triton.tools.ragged_tma does it).
     """
     name = str(t.dtype)[6:]
     dtype = getattr(gl, {"float8_e4m3fn": "float8e4nv", "float8_e5m2": "float8e5"}.get(name, name))
