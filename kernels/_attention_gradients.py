@@ -75,10 +75,9 @@ def weights(s, shift, row, col, geo, terms, scale, RIGHT: tl.constexpr, CHECK: t
 
     shift and scale are in natural units if ADDED, in base-2 ones otherwise."""
     s, slope = shape_logits(s, row, col, geo, terms, scale, ADDED)
-    if ADDED:
-        p = power(s - shift)
-    else:
-        p = tl.math.exp2(s * scale - shift)
+    if not ADDED:
+        s = s * scale
+    p = power(s - shift, ADDED)
     if CHECK:
         p = tl.where(visible(row, col, geo, RIGHT), p, 0.0)
     return p, slope

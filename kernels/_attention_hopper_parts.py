@@ -8,7 +8,7 @@ sequence that cannot be has segment -1, and what is made of it is NaN.
 from __future__ import annotations
 
 from ._attention_tiles import planned
-from ._gluon import gl, gluon, ragged_rows
+from ._gluon import gl, gluon
 from ._lang import tl, triton
 
 
@@ -23,13 +23,17 @@ def walk(m, h, first, end, WALL: gl.constexpr):
 
 
 @gluon.jit
-def corner(b, row, head, start, length, PACKED: gl.constexpr):
-    """Where a block lies whose first row is `row` of batch entry b, or with PACKED of the segment (start, length)."""
-    if PACKED:
-        z, y, x = ragged_rows(start, length, row)
-        return z, y, x, head, 0
-    else:
-        return b, row, head, 0
+def bounds(seq, context, key, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """(low, high, limit): of the keys from `key` on, query 0 sees number low to high, of those up to limit that there are. With
+    causal those past the end do not matter: no query of the sequence sees them."""
+    limit = context - 1 - key
+    high = context - seq - key
+    low = high
+    if LEFT:
+        low = high - left
+    if RIGHT == 2:
+        high += right
+    return low, high, limit
 
 
 @gluon.jit

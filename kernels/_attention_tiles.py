@@ -180,9 +180,11 @@ def shape_logits(s, row, col, geo, terms, scale, ADDED: tl.constexpr):
 
 
 @triton.jit
-def power(x):
-    """exp(x)."""
-    return tl.math.exp2(x * 1.4426950408889634)
+def power(x, ADDED: tl.constexpr):
+    """exp of differences of logits, which are in natural units if ADDED, in base-2 ones otherwise."""
+    if ADDED:
+        x = x * 1.4426950408889634
+    return tl.math.exp2(x)
 
 
 @triton.jit

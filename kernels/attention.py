@@ -218,12 +218,11 @@ def _accumulate(
     seed, first, bh, dropout_p = drop
     if ADDED:
         new = tl.maximum(m, tl.max(s, 1))
-        p = power(s - new[:, None])
-        shrink = power(m - new)
     else:
         new = tl.maximum(m, tl.max(s, 1) * scale)
-        p = tl.math.exp2(s * scale - new[:, None])
-        shrink = tl.math.exp2(m - new)
+        s = s * scale
+    p = power(s - new[:, None], ADDED)
+    shrink = power(m - new, ADDED)
     l = l * shrink + tl.sum(p, 1)
     acc = acc * shrink[:, None]
     cols = n * BN + tl.arange(0, BN)
@@ -391,8 +390,8 @@ def _forward_kernel(
     if sinks is not None:
         sink = tl.load(sinks + h).to(ACC)
         new = tl.maximum(m, sink)
-        shrink = power(m - new)
-        l = l * shrink + power(sink - new)
+        shrink = power(m - new, True)
+        l = l * shrink + power(sink - new, True)
         acc = acc * shrink[:, None]
         m = new
     total = m + tl.math.log2(l) * 0.6931471805599453

@@ -155,12 +155,8 @@ def _sinks_kernel(
         at = (i // per * HEADS + h).to(tl.int64) * SEQ + row
         sh = tl.load(shift + at, row < SEQ, other=float("inf"))
         de = tl.load(delta + at, row < SEQ, other=0.0)
-        if ADDED:
-            p = power(sink - sh)
-        else:
-            p = tl.math.exp2(sink - sh)
         # Tokens of no sequence have no sink either, and delta may be NaN there.
-        total -= tl.where(sh == float("inf"), 0.0, p * de)
+        total -= tl.where(sh == float("inf"), 0.0, power(sink - sh, ADDED) * de)
     tl.store(grad_sinks + h, tl.sum(total, 0).to(grad_sinks.dtype.element_ty))
 
 

@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._attention_hopper_parts import _finish_kernel, _prepare_kernel, _sinks_kernel, at_edge, corner, masked, walk
+from ._attention_hopper_parts import _finish_kernel, _prepare_kernel, _sinks_kernel, at_edge, bounds, masked, walk
 from ._attention_tiles import COLUMNS, LOG2E, schedule, schedule_slots
 from ._gluon import (
     add_four,
@@ -55,6 +55,7 @@ from ._gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from ._hopper_schedule import corner_of
 from ._lang import cdiv
 from ._launch import launch as _launch
 from ._launch import on_device
@@ -77,15 +78,15 @@ def _producer(
     KEYS: gl.constexpr = k_s.type.shape[0]
     mbarrier.expect(kv_full.index(0), KEYS * k.block_type.nbytes)
     for c in gl.static_range(KEYS):
-        tma_load(k, corner(b, key + c * 64, kv_head, k_start, context, PACKED), kv_full.index(0), k_s.index(c))
+        tma_load(k, corner_of(b, k_start, context, key + c * 64, kv_head, 0, PACKED), kv_full.index(0), k_s.index(c))
     mbarrier.expect(kv_full.index(1), KEYS * v.block_type.nbytes)
     for c in gl.static_range(KEYS):
-        tma_load(v, corner(b, key + c * 64, kv_head, k_start, context, PACKED), kv_full.index(1), v_s.index(c))
+        tma_load(v, corner_of(b, k_start, context, key + c * 64, kv_head, 0, PACKED), kv_full.index(1), v_s.index(c))
     m = first
     h = kv * GROUP
     for i in range(blocks):
         stage = i % STAGES
-        place = corner(b, m * 64, h - b * KV_HEADS * GROUP, q_start, seq, PACKED)
+        place = corner_of(b, q_start, seq, m * 64, h - b * KV_HEADS * GROUP, 0, PACKED)
         mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
         mbarrier.expect(q_full.index(stage), q.block_type.nbytes + stats.block_type.nbytes)
         tma_load(q, place, q_full.index(stage), q_s.index(stage))
@@ -133,15 +134,7 @@ def _consumer(
     key += CID * 64
     dk = gl.zeros([64, D], gl.float32, acc_layout)
     dv = gl.zeros([64, D], gl.float32, acc_layout)
-    # Of these keys, query 0 sees number low to high, of those up to limit that there are. With causal those past the end do not
-    # matter: no query of the sequence sees them.
-    limit = context - 1 - key
-    high = context - seq - key
-    low = high
-    if LEFT:
-        low = high - left
-    if RIGHT == 2:
-        high += right
+    low, high, limit = bounds(seq, context, key, left, right, LEFT, RIGHT)
     zero = gl.zeros([64, 64], gl.float32, s_layout)
     zero_dq = gl.zeros([64, HALF], gl.float32, dq_layout)
     mbarrier.wait(kv_full.index(0), 0)
@@ -212,7 +205,7 @@ def _consumer(
     v.store(dv.to(dtype))
     k.store((dk * scale).to(dtype))
     fence_async_shared()
-    place = corner(b, key, kv_head, k_start, context, PACKED)
+    place = corner_of(b, k_start, context, key, kv_head, 0, PACKED)
     tma_store(grad_v, place, v_s.index(CID))
     tma_store(grad_k, place, k_s.index(CID))
     tma_store_wait(0)
@@ -239,13 +232,7 @@ def _wide_consumer(
     k_half = k.slice(CID * HALF, HALF, 1)
     dk = gl.zeros([64, HALF], gl.float32, acc_layout)
     dv = gl.zeros([64, HALF], gl.float32, acc_layout)
-    limit = context - 1 - key  # as in _consumer, but for query 32 * CID
-    high = context - seq - key
-    low = high
-    if LEFT:
-        low = high - left
-    if RIGHT == 2:
-        high += right
+    low, high, limit = bounds(seq, context, key, left, right, LEFT, RIGHT)
     zero = gl.zeros([64, 32], gl.float32, s_layout)
     zero_dq = gl.zeros([64, HALF], gl.float32, acc_layout)
     mbarrier.wait(kv_full.index(0), 0)
@@ -293,7 +280,7 @@ def _wide_consumer(
         m, h = walk(m, h, first, end, LEFT or RIGHT > 0)
     bar_sync(8, 256)  # both consumers read all of k and v
     b = kv // KV_HEADS
-    place = corner(b, key, kv - b * KV_HEADS, k_start, context, PACKED)
+    place = corner_of(b, k_start, context, key, kv - b * KV_HEADS, 0, PACKED)
     if PACKED:
         dv *= gain
         scale *= gain

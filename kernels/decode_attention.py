@@ -360,8 +360,8 @@ def _split_kernel(
             ok = ok & visible(row[:, None], col[None, :], geo, RIGHT)
         s = tl.where(ok, s, float("-inf"))
         new = tl.maximum(m, tl.max(s, 1))
-        p = power(s - new[:, None])
-        shrink = power(m - new)
+        p = power(s - new[:, None], True)
+        shrink = power(m - new, True)
         l = l * shrink + tl.sum(p, 1)
         vt = _load(v, v_at, inside, DV, DVP, 0)
         if mask is not None or bias is not None:
@@ -403,13 +403,13 @@ def _combine_kernel(
     at = (bh * SPLITS + every) * packed + r
     maxima = tl.load(part_max + at, every < SPLITS, other=-3.0e38)
     top = tl.max(maxima, 0)
-    total = tl.sum(power(maxima - top) * tl.load(part_sum + at, every < SPLITS, other=0.0), 0)
+    total = tl.sum(power(maxima - top, True) * tl.load(part_sum + at, every < SPLITS, other=0.0), 0)
     y = tl.zeros([DVP], ACC)
     for first in range(0, SPLITS, BLOCK):
         s = first + tl.arange(0, BLOCK)
         there = s < SPLITS
         part = (bh * SPLITS + s) * packed + r
-        w = power(tl.load(part_max + part, there, other=-3.0e38) - top)
+        w = power(tl.load(part_max + part, there, other=-3.0e38) - top, True)
         if SOME:
             there = tl.load(part_sum + part, there, other=0.0) > 0.0
         values = tl.load(part_out + part[:, None] * DV + d[None, :], there[:, None] & (d < DV)[None, :], other=0.0)
@@ -446,12 +446,11 @@ def launch(
         for at, t in ((2, mask), (6, bias)):
             strides[at] = strides[at] or (0 if _per_row(t, group) else None)
         near = 0 <= right < seq - 1  # otherwise every query sees the end of the context
-        cap = facts.numbers[1]
         q, k, v = map(contiguous_last, (q, k, v))
         parts = SPEC.empty_scratch(args, sizes) if count > 1 else (out, lse, None)
         _launch(
             _split_kernel, (sequences * row_tiles, count),
-            (q, k, v, *options, prefix if near else None, used, pages, q_scale, k_scale, v_scale, *parts, scale, cap,
+            (q, k, v, *options, prefix if near else None, used, pages, q_scale, k_scale, v_scale, *parts, scale, softcap or None,
              left if 0 <= left < context else None, right if near else None, seq, context, kv_heads, sizes["k_batch"],
              sizes.get("max_pages", 0), *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *strides[:9], *strides[12:]),
             {"GROUP": group, "ROWS": problem.block_rows, "TILES": row_tiles, **dims, "BN": config.block_n,

@@ -233,9 +233,17 @@ def test_refusals(change: dict, message: str):
 
 def spills(case: Case) -> int:
     """Bytes that ptxas may spill, all of them outside the loop without masks (test_order_in_the_main_loops)."""
-    if _lang.VERSION != (3, 6):
-        return 1 << 30
-    return 100 if case.softcap and case.bounds[0] >= 0 and case.head_dim >= 128 else 0
+    return aot.spills(100 if case.softcap and case.bounds[0] >= 0 and case.head_dim >= 128 else 0)
+
+
+def machine_code(kernel) -> str:
+    """SASS of a kernel that runs on wgmma and TMA, with registers of its partitions' own."""
+    code = aot.sass(kernel)
+    if code is None:
+        pytest.skip("triton brings no disassembler here")
+    assert all(re.search(rf"\b{name}\b", code) for name in ("HGMMA", "USETMAXREG", "UTMALDG", "UTMASTG"))
+    assert not re.search(r"\bHMMA\b", code)
+    return code
 
 
 @functools.cache
@@ -274,11 +282,7 @@ def test_machine_code(case: Case):
     kernel = compiled(case)
     used = aot.resources(kernel)
     assert (used.registers, used.num_warps) == (168, 12)
-    code = aot.sass(kernel)
-    if code is None:
-        pytest.skip("triton brings no disassembler here")
-    assert all(re.search(rf"\b{name}\b", code) for name in ("HGMMA", "USETMAXREG", "UTMALDG", "UTMASTG"))
-    assert not re.search(r"\bHMMA\b", code)
+    code = machine_code(kernel)
     if spills(case) == 0:
         assert not re.search(r"\b(LDL|STL)\b", code)
 
@@ -286,9 +290,7 @@ def test_machine_code(case: Case):
 @pytest.mark.skipif(_lang.VERSION != (3, 6), reason="holds for the ptxas that the measured version had")
 @pytest.mark.parametrize("case", [*QUICK_AOT, *slow([case for case in AOT_CASES if case.dtype is BF16])], ids=str)
 def test_order_in_the_main_loops(case: Case):
-    code = aot.sass(compiled(case))
-    if code is None:
-        pytest.skip("triton brings no disassembler here")
+    code = machine_code(compiled(case))
     loops = [block for block in re.split(r"^\.L_x_\d+:", code, flags=re.MULTILINE) if "gsb0, 0x1" in block]
     # One for each consumer, and one more where a second block of keys needs a mask, and where a window ends on the left.
     left, right = case.bounds
