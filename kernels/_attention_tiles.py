@@ -145,7 +145,7 @@ def shape_logits(s, row, col, geo, terms, scale, ADDED: tl.constexpr):
     mask, mask_row, mask_col, bias, bias_row, bias_col, slope, cap, rows = terms
     factor = s
     if ADDED:
-        s = s * scale
+        s = tl.fma(s, scale, 0.0)  # not `s * scale`: a masked block would round it, another fuse it with a subtraction to come
     if cap is not None:
         y = s * (1.0 / cap)  # tanh(y), in a form that neither overflows nor loses the sign, and near 0 its series
         e = tl.math.exp2(-tl.abs(y) * 2.8853900817779268)

@@ -216,14 +216,15 @@ def _accumulate(
     RAGGED: the block may hold rows of v past the context that are not zero."""
     v, pages, b, h, start, strides, PAGES = values
     seed, first, bh, dropout_p = drop
+    # Written out where an operation is fused: left to the compiler, it might differ between the loops, and so a row's bits.
     if ADDED:
         new = tl.maximum(m, tl.max(s, 1))
+        p = power(s - new[:, None], ADDED)
     else:
         new = tl.maximum(m, tl.max(s, 1) * scale)
-        s = s * scale
-    p = power(s - new[:, None], ADDED)
+        p = power(tl.fma(s, scale, -new[:, None]), ADDED)
     shrink = power(m - new, ADDED)
-    l = l * shrink + tl.sum(p, 1)
+    l = tl.fma(l, shrink, tl.sum(p, 1))
     acc = acc * shrink[:, None]
     cols = n * BN + tl.arange(0, BN)
     vt = _keys(v, pages, b, h, start, n, geo[1], strides, PAGES, DV, DVP, BN, TMA, CHECK, PAGE, 0)
