@@ -387,8 +387,6 @@ TINY = {"seq": 20, "context": 35, "heads": 2, "kv_heads": 1, "page": 8,
 
 def meaningful(case: Case) -> bool:
     """Whether the combination is one that the function takes; the others raise (REFUSED has one of each)."""
-    if case.dtype is FP8 and case.block_map:
-        return False
     if (case.packed or case.paged) and (case.mask or case.bias or case.block_map):
         return False
     if case.packed and (case.prefix or case.alibi == "batch" or case.seqused and not case.paged):

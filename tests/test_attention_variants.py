@@ -272,7 +272,6 @@ REFUSED = {
     "mask, paged": (PAGED, {"mask": MASK}, "mask and block_table"),
     "bias, paged": (PAGED, {"bias": BIAS}, "bias and block_table"),
     "block_map, paged": (PAGED, {"block_map": MAP}, "block_map and block_table"),
-    "block_map, fp8": (replace(BATCHED, dtype=FP8), {"block_map": MAP}, "block_map is given and q is torch.float8_e4m3fn"),
     "no seqused_k, paged": (PAGED, {"seqused_k": None}, "needs seqused_k"),
     "no cu_seqlens_k": (PACKED, {"cu_seqlens_k": None}, "needs cu_seqlens_k"),
     "no cu_seqlens_q": (PACKED, {"cu_seqlens_q": None}, r"q has shape \(32, 2, 16\).*not given"),

@@ -124,10 +124,10 @@ class Builder(stock.InterpreterBuilder):
         left, right = wide(a), wide(b)
         if a.dtype.is_fp32() and input_precision == ir.INPUT_PRECISION.TF32:
             left, right = _to_tf32(left), _to_tf32(right)
-        sums = np.float32 if d.dtype.is_bf16() else d.data.dtype
-        # Converting first keeps matmul on BLAS, which has no mixed precision.
-        product = np.matmul(left.astype(sums, copy=False), right.astype(sums, copy=False))
-        return _handle(product + wide(d), d.dtype.scalar)
+        # Summed in fp64: BLAS takes the rows at the edge of a block in another order (by the CPU), and equal rows would get
+        # other bits by where they stand in a tile, which on matrix units they do not.
+        sums = np.matmul(left.astype(np.float64), right.astype(np.float64)) + wide(d)
+        return _handle(sums.astype(np.float32 if d.dtype.is_bf16() else d.data.dtype), d.dtype.scalar)
 
     # -- memory
 
