@@ -251,12 +251,12 @@ def _class(
         for j in gl.static_range(SEEN):
             mbarrier.wait(v_full.index(first + j), phase)
     for i in range(lo + (lo - begin + round + CID & 1), hi, 2):
-        # With SKIP i // group is NUMBER; as a constant, masks would be made ahead and held in registers.
-        t = i // group
+        # 0, which the compiler does not know: else it makes addresses and masks of all blocks ahead and spills them.
+        nothing = i >> 30
+        t = i // group if not SKIP else NUMBER + nothing
         row = (CLASSES - 1 - t if SKIP else t) * 64
-        # t >> 25 is 0; without it, addresses of all blocks would be made ahead and held in registers too.
         _tile(CID, out, lse, sinks, q_s, k_s, v_s, out_s, q_full, q_empty, v_full, b, kv * group + i - t * group, row, count,
-              first + (t >> 25), phase, scale, low, high, seq, context, heads, D, SEEN, PLAIN, NUMBER == 0, LEFT, RIGHT, CHECK,
+              first + nothing, phase, scale, low, high, seq, context, heads, D, SEEN, PLAIN, NUMBER == 0, LEFT, RIGHT, CHECK,
               EMPTY)  # fmt: skip
         count += 1
     for j in gl.static_range(SEEN - 1 if SKIP else 0, SEEN):
