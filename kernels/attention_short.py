@@ -94,15 +94,13 @@ def _tile(
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, LEFT: tl.constexpr,
     RIGHT: tl.constexpr, CHECK: tl.constexpr, EMPTY: tl.constexpr,
 ):  # fmt: skip
-    """Rows [row, row + BM) of head h against the blocks of keys. TILE: row // BM where the tile sees no key after its last row."""
-    if TILE is None:
-        SEEN: tl.constexpr = BLOCKS
-        PLAIN: tl.constexpr = 0 if LEFT or RIGHT else BLOCKS - 1 if CHECK else BLOCKS  # blocks without a mask
-    else:
-        SEEN: tl.constexpr = min((TILE * BM + BM + BN - 1) // BN, BLOCKS)
-        PLAIN: tl.constexpr = 0 if LEFT else TILE * BM // BN
+    """Rows from `row` on of head h against the blocks of keys. TILE: row // BM where the tile sees no key after its last row."""
+    SEEN: tl.constexpr = BLOCKS if TILE is None else min((TILE * BM + BM + BN - 1) // BN, BLOCKS)
+    # Blocks before PLAIN need no mask.
+    ALL: tl.constexpr = 0 if LEFT or RIGHT else BLOCKS - 1 if CHECK else BLOCKS
+    PLAIN: tl.constexpr = ALL if TILE is None else 0 if LEFT else TILE * BM // BN
     qt = q.load([b, h, row, 0]).reshape(BM, D)
-    logits = ()
+    logits: tl.tuple = ()
     for j in tl.static_range(SEEN):
         s = tl.dot(qt, keys[j].T)
         if j >= PLAIN:
@@ -115,7 +113,7 @@ def _tile(
     if EMPTY:
         m = tl.maximum(m, -1.0e30)  # not -inf - -inf
     l = tl.zeros([BM], tl.float32)
-    weights = ()
+    weights: tl.tuple = ()
     for j in tl.static_range(SEEN):
         p = tl.math.exp2(tl.fma(logits[j], scale, -m[:, None]))
         l += tl.sum(p, 1)
@@ -146,16 +144,16 @@ def _short_kernel(
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BLOCKS: tl.constexpr, TILES: tl.constexpr, NS: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CHECK: tl.constexpr, EMPTY: tl.constexpr,
 ):  # fmt: skip
-    """scale: of base-2 logits. low and high: keys that row 0 sees, first and last. ITEMS: (tile, head of the group) pairs of a key
-    head, of which each of its PARTS programs has EACH. TILES: how many tiles have a loop of their own, 0: one loop for all."""
+    """scale: of base-2 logits. low and high: keys that row 0 sees, first and last. ITEMS: (tile, head of the group) pairs of a
+    key head, of which each of its PARTS programs has EACH. TILES: tiles with a loop of their own each, 0: one loop for all."""
     pid = tl.program_id(0)
     kv = pid // PARTS
     part = pid - kv * PARTS
     kv_heads = HEADS // GROUP
     b = kv // kv_heads
     kv = kv - b * kv_heads
-    keys = ()
-    values = ()
+    keys: tl.tuple = ()
+    values: tl.tuple = ()
     for j in tl.static_range(BLOCKS):
         keys = keys + (k.load([b, kv, j * BN, 0]).reshape(BN, D),)
     for j in tl.static_range(BLOCKS):

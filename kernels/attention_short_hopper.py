@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ._attention_tiles import LOG2E
@@ -174,10 +173,11 @@ def _by_thread(x):
 @gluon.jit
 def _tile(
     CID: gl.constexpr, out, lse, sinks, q_s, k_s, v_s, out_s, q_full, q_empty, v_full, b, h, row, count, first, phase, scale, low,
-    high, seq, context, heads, D: gl.constexpr, SEEN: gl.constexpr, PLAIN: gl.constexpr, WAIT: gl.constexpr, LEFT: gl.constexpr,
+    high, seq, context, D: gl.constexpr, SEEN: gl.constexpr, PLAIN: gl.constexpr, WAIT: gl.constexpr, LEFT: gl.constexpr,
     RIGHT: gl.constexpr, CHECK: gl.constexpr, EMPTY: gl.constexpr,
 ):  # fmt: skip
-    """64 rows of head h against SEEN blocks, of which those from PLAIN on need a mask. first: where the blocks lie."""
+    """64 rows of head h against SEEN blocks, of which those from PLAIN on need a mask. first: where the blocks lie; lse: of the
+    head's row 0."""
     dtype: gl.constexpr = q_s.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -188,11 +188,11 @@ def _tile(
     mbarrier.wait(q_full.index(at), count >> 1 & 1)
     qt = q_s.index(at).reshape([64, D])
     zero = gl.zeros([64, 64], gl.float32, s_layout)
-    flying = ()
+    flying: gl.tuple = ()
     for j in gl.static_range(SEEN):
         kt = k_s.index(first + j).reshape([64, D]).permute((1, 0))
         flying = flying + (warpgroup_mma(qt, kt, zero, use_acc=False, is_async=True),)
-    logits = ()
+    logits: gl.tuple = ()
     for j in gl.static_range(SEEN):
         s = warpgroup_mma_wait(SEEN - 1 - j, deps=(flying[j],))
         if j >= PLAIN:
@@ -230,7 +230,7 @@ def _tile(
     acc = warpgroup_mma_wait(0, deps=(acc,))
     acc = acc * gl.convert_layout(inverse, acc_rows)[:, None]
     rows = row + gl.arange(0, 64, s_rows)
-    gl.store(lse + (b.to(gl.int64) * heads + h) * seq + rows, logs, mask=rows < seq)
+    gl.store(lse + rows, logs, mask=rows < seq)
     tma_store_wait(0)  # the tile before has left the buffer
     out_s.index(CID).reshape([64, D]).store(acc.to(dtype))
     fence_async_shared()
@@ -250,13 +250,15 @@ def _class(
     if NUMBER > 0:
         for j in gl.static_range(SEEN):
             mbarrier.wait(v_full.index(first + j), phase)
+    lse += (b.to(gl.int64) * heads + kv * group) * seq
     for i in range(lo + (lo - begin + round + CID & 1), hi, 2):
         # 0, which the compiler does not know: else it makes addresses and masks of all blocks ahead and spills them.
         nothing = i >> 30
         t = i // group if not SKIP else NUMBER + nothing
         row = (CLASSES - 1 - t if SKIP else t) * 64
-        _tile(CID, out, lse, sinks, q_s, k_s, v_s, out_s, q_full, q_empty, v_full, b, kv * group + i - t * group, row, count,
-              first + nothing, phase, scale, low, high, seq, context, heads, D, SEEN, PLAIN, NUMBER == 0, LEFT, RIGHT, CHECK,
+        h = i - t * group
+        _tile(CID, out, lse + h.to(gl.int64) * seq, sinks, q_s, k_s, v_s, out_s, q_full, q_empty, v_full, b, kv * group + h, row,
+              count, first + nothing, phase, scale, low, high, seq, context, D, SEEN, PLAIN, NUMBER == 0, LEFT, RIGHT, CHECK,
               EMPTY)  # fmt: skip
         count += 1
     for j in gl.static_range(SEEN - 1 if SKIP else 0, SEEN):
@@ -357,7 +359,7 @@ def launch(
             _short_kernel, (min(target.sms, problems),),
             (*blocks, lse, None if sinks is None else sinks.contiguous(), scale * LOG2E, problems, parts, each, tiles * group,
              kv_heads, group, offset - left, offset + right, seq, context),
-            {"D": head_dim, "BLOCKS": cdiv(context, BLOCK), "STAGES": config.stages, "CLASSES": tiles if skip else 1, "SKIP": skip,
-             "LEFT": left >= 0, "RIGHT": right >= 0, "CHECK": right != 0 and context % BLOCK > 0,
+            {"D": head_dim, "BLOCKS": cdiv(context, BLOCK), "STAGES": config.stages, "CLASSES": tiles if skip else 1,
+             "SKIP": skip, "LEFT": left >= 0, "RIGHT": right >= 0, "CHECK": right != 0 and context % BLOCK > 0,
              "EMPTY": right >= 0 and context + right < seq, "num_warps": 4, "maxnreg": 168},
         )  # fmt: skip

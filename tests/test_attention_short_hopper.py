@@ -151,7 +151,7 @@ def check_machine_code(seq: int, context: int, head_dim: int, left: int, right: 
     kernel = compiled(seq, context, head_dim, left, right, dtype, sinks)
     wide = head_dim == 128 and context > 64
     # Scalars, most of them between the loops; the producer has 24 registers.
-    assert aot.problems([kernel], HOPPER, wgmma=True, max_spill_bytes=aot.spills(500 if wide else 8)) == []
+    assert aot.problems([kernel], HOPPER, wgmma=True, max_spill_bytes=aot.spills(300 if wide else 8)) == []
     used = aot.resources(kernel)
     assert (used.registers, used.num_warps) == (168, 12)
     code = aot.sass(kernel)
@@ -175,14 +175,14 @@ def test_machine_code(length: int, head_dim: int, causal: bool):
     check_machine_code(length, length, head_dim, -1, 0 if causal else -1, BF16, False)
 
 
+AOT_CASES = [
+    (256, 256, 128, -1, -1, BF16, True), (256, 256, 64, -1, 0, FP16, True), (250, 253, 128, 40, 20, BF16, True),
+    (250, 253, 128, -1, 0, FP16, False), (255, 200, 64, -1, -1, BF16, False), (128, 128, 128, -1, 0, BF16, False),
+    (128, 100, 128, -1, -1, FP16, False), (64, 64, 128, -1, 0, BF16, False), (64, 64, 64, -1, -1, BF16, False),
+]  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("length", [64, 128, 256])
-def test_more_machine_code(length: int, head_dim: int, causal: bool, sinks: bool, dtype: torch.dtype):
-    for seq, context in ((length, length), (length + 3, length - 3), (length - 3, length)):
-        for left in (-1, 40):
-            check_machine_code(seq, context, head_dim, left, 0 if causal else -1, dtype, sinks)
-    check_machine_code(length, length, head_dim, 40, 20, dtype, sinks)
+@pytest.mark.parametrize("case", AOT_CASES, ids=str)
+def test_more_machine_code(case: tuple):
+    check_machine_code(*case)
