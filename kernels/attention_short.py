@@ -50,7 +50,8 @@ class Config:
     per_sm: int
 
 
-# (columns of a head, keys at most) -> Config with causal / without.
+# (columns of a head, keys at most) -> Config with causal / without. Not measured: the fewest instructions a row among what keeps
+# two programs on an SM, or two warpgroups where only one fits.
 TABLE: dict[tuple[int, int], tuple[Config, Config]] = {
     (64, 64): (Config(64, 64, 4, 3, False, 4), Config(64, 64, 4, 3, False, 4)),
     (64, 128): (Config(64, 64, 4, 2, True, 3), Config(64, 128, 4, 2, False, 3)),
