@@ -1,4 +1,4 @@
-"""The Gluon form of attention over short contexts: values on the model of an SM, and what the compiler makes of it."""
+"""Attention over short contexts on Hopper: values on the model of an SM, and what the compiler makes of it."""
 
 from __future__ import annotations
 
@@ -15,24 +15,31 @@ import mutants
 import pytest
 import torch
 from attention_cases import Case, Inputs, check, error, exact, limit
-from test_attention_short import BF16, FP16, HOPPER, short
+from test_attention_hopper import BF16, FP16, HOPPER
 
 from fusedblock.interpret import count_traffic, interpret
-from fusedblock.kernels import attention_short_hopper
-from fusedblock.kernels.attention_short_hopper import Config
+from fusedblock.kernels import attention_hopper_short
+from fusedblock.kernels._target import TARGETS
+from fusedblock.kernels.attention_hopper_short import Config
 
 FEW = replace(HOPPER, sms=3)  # so that a program has several problems
 ONE = replace(HOPPER, sms=1)
 
 
-def run(x: Inputs, target=FEW, seed: int = 0, config: Config | None = None, module: Any = attention_short_hopper):
+def short(seq: int, context: int, **options) -> Case:
+    return Case(**{"seq": seq, "context": context, "heads": 2, "kv_heads": 1, "head_dim": 64, "dtype": BF16, "batch": 1,
+                   "forward": True, **options})  # fmt: skip
+
+
+def run(x: Inputs, target=FEW, seed: int = 0, config: Config | None = None, module: Any = attention_hopper_short):
     c = x.case
     left, right = (-1, -1) if c.window is None else c.window
-    assert attention_short_hopper.refusal(x.q, x.k, x.v, HOPPER) == ""
+    assert attention_hopper_short.refusal(x.q, x.k, x.v, HOPPER) == ""
     out = torch.full(x.q.shape, math.nan, dtype=x.q.dtype)
     lse = torch.full((c.batch, c.heads, c.seq), math.nan)
     with interpret(target, seed=seed):
-        module.launch(x.q, x.k, x.v, x.options.get("sinks"), left, 0 if c.causal else right, c.head_dim**-0.5, out, lse, config)
+        scale = c.head_dim**-0.5 if c.scale is None else c.scale
+        module.launch(x.q, x.k, x.v, x.options.get("sinks"), left, 0 if c.causal else right, scale, out, lse, config)
     return out, lse
 
 
@@ -88,12 +95,72 @@ def test_parts_of_a_key_head(target, causal: bool):
     holds(short(200, 200, causal=causal, heads=3), target=target)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_extreme_logits(causal: bool):
+    """Products near -6e4, and as far apart as fp32 has exponents: neither overflows nor loses a row."""
+    case = short(65, 65, causal=causal, head_dim=64, scale=1.0)
+    x = case.inputs()
+    for q_size, k_size in ((-30.0, 30.0), (1e3, 1e3)):
+        q, k = torch.full_like(x.q, q_size), torch.full_like(x.k, k_size)
+        k[:, ::2] *= 1 + 2**-7
+        out, lse = run(x.with_(q=q, k=k))
+        s = torch.einsum("bihd,bjd->bhij", q.double(), k[:, :, 0].double())
+        if causal:
+            s = s.masked_fill(torch.ones(65, 65, dtype=torch.bool).triu(1), -math.inf)
+        want = torch.einsum("bhij,bjd->bihd", s.softmax(-1), x.v[:, :, 0].double())
+        torch.testing.assert_close(out.double(), want, rtol=2**-8, atol=2**-8)
+        torch.testing.assert_close(lse.double(), s.logsumexp(-1), rtol=1e-6, atol=0)
+
+
+def test_rows_that_see_nothing():
+    case = short(90, 20, causal=True, sinks=True)
+    x = case.inputs()
+    for sinks in (None, x.options["sinks"], torch.full((2,), -math.inf)):
+        options = {} if sinks is None else {"sinks": sinks}
+        out, lse = run(replace(x, options=options))
+        assert (out[:, :70] == 0).all() and out[:, 70:].isfinite().all() and lse[..., 70:].isfinite().all()
+        nothing = torch.full((2,), -math.inf) if sinks is None else sinks.float()
+        torch.testing.assert_close(lse[..., :70], nothing[None, :, None].expand(1, 2, 70), rtol=1e-6, atol=0)
+
+
+def test_nan_beside_a_sequence_does_not_spread():
+    """q, k and v as a slice of the tokens of one projection, with NaN on either side of every sequence."""
+    case = short(70, 70, heads=4, kv_heads=2, batch=2)
+    x = case.inputs()
+    wide = torch.full((2, 130, 4 + 2 + 2, 64), math.nan, dtype=BF16)
+    parts = wide[:, 30:100].split((4, 2, 2), 2)
+    for part, t in zip(parts, (x.q, x.k, x.v)):
+        part.copy_(t)
+    got, want = run(x.with_(**dict(zip("qkv", parts)))), run(x)
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
+
+
+def test_empty():
+    for case in (short(20, 20, batch=0), short(0, 20)):
+        x = case.inputs()
+        assert "is not what TMA takes" in attention_hopper_short.refusal(x.q, x.k, x.v, HOPPER)
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"target": TARGETS["sm_100"]}, "sm_100 is not sm_90"),
+    ({"dtype": torch.float32}, "q is torch.float32, not bfloat16 or float16"),
+    ({"head_dim": 256}, "head_dim=256 and v_dim=256, not both 64 or 128"),
+    ({"v_dim": 128}, "head_dim=64 and v_dim=128, not both 64 or 128"),
+    ({"context": 257}, "context=257 is more than 256"),
+    ({"context": 0}, "k of shape (1, 0, 1, 64) and strides (64, 64, 64, 1) is not what TMA takes"),
+])  # fmt: skip
+def test_refusals(change: dict, message: str):
+    target = change.pop("target", HOPPER)
+    x = replace(short(64, 64), **change).inputs()
+    assert attention_hopper_short.refusal(x.q, x.k, x.v, target) == message
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name, line", mutants.statements(attention_short_hopper))
+@pytest.mark.parametrize("name, line", mutants.statements(attention_hopper_short))
 def test_a_kernel_without_one_of_its_synchronisations_fails(name: str, line: int, tmp_path: Path):
     # In the second, a consumer has no tile of one of the classes; in the third, whole parts have none.
     cases = [short(128, 128, causal=True, heads=heads, batch=3) for heads in (4, 1, 40)]
-    with mutants.without(attention_short_hopper, line, tmp_path) as mutant, mutants.fails(True):
+    with mutants.without(attention_hopper_short, line, tmp_path) as mutant, mutants.fails(True):
         for case, seed, stages in itertools.product(cases, range(6), (1, 2)):
             out, _ = run(case.inputs(), target=ONE, seed=seed, config=Config(stages), module=mutant)
             want = exact(case)["out"]
@@ -106,7 +173,7 @@ def test_traffic():
     x = case.inputs()
     for target, parts in ((FEW, 1), (HOPPER, 4)):
         with count_traffic(target) as traffic:
-            attention_short_hopper.launch(x.q, x.k, x.v, None, -1, 0, 0.125, torch.empty_like(x.q), torch.empty(2, 4, 256))
+            attention_hopper_short.launch(x.q, x.k, x.v, None, -1, 0, 0.125, torch.empty_like(x.q), torch.empty(2, 4, 256))
         (launch,) = traffic.launches
         assert launch.argument("q").issued_read_bytes == x.q.nbytes
         for name, t in (("k", x.k), ("v", x.v)):
@@ -126,7 +193,7 @@ def compiled(seq: int, context: int, head_dim: int, left: int, right: int, dtype
     q, k = empty(128, seq, 32, head_dim), empty(128, context, 8, head_dim)
     lse = empty(128, 32, seq, dtype=torch.float32)
     with aot.compile_only(HOPPER) as kernels:
-        attention_short_hopper.launch(q, k, k, empty(32) if sinks else None, left, right, 0.1, q, lse)
+        attention_hopper_short.launch(q, k, k, empty(32) if sinks else None, left, right, 0.1, q, lse)
     return kernels[0]
 
 
