@@ -69,8 +69,8 @@ STAGES = 2
 
 @gluon.jit
 def _producer(
-    q, k, v, grad_out, stats, q_s, k_s, v_s, g_s, stats_s, kv_full, q_full, g_full, empty, kv, key, first, end, blocks, seq,
-    context, q_start, k_start, base, TILES, KV_HEADS, GROUP, WALL: gl.constexpr, PACKED: gl.constexpr,
+    WALL: gl.constexpr, PACKED: gl.constexpr, q, k, v, grad_out, stats, q_s, k_s, v_s, g_s, stats_s, kv_full, q_full, g_full,
+    empty, kv, key, first, end, blocks, seq, context, q_start, k_start, base, TILES, KV_HEADS, GROUP,
 ):  # fmt: skip
     STAGES: gl.constexpr = q_s.type.shape[0]
     b = kv // KV_HEADS
@@ -114,9 +114,9 @@ def _adder(sums, dq_s, dq_full, dq_empty, kv, first, end, blocks, base, TILES, G
 
 @gluon.jit
 def _consumer(
-    CID: gl.constexpr, grad_k, grad_v, q_s, k_s, v_s, g_s, stats_s, ds_s, dq_s, kv_full, q_full, g_full, empty, dq_full, dq_empty,
-    sums, kv, key, first, end, blocks, seq, context, left, right, k_start, base, gain, TILES, KV_HEADS, GROUP, scale, scale2,
-    D: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr, DIRECT: gl.constexpr,
+    CID: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr, DIRECT: gl.constexpr, grad_k, grad_v,
+    sums, q_s, k_s, v_s, g_s, stats_s, ds_s, dq_s, kv_full, q_full, g_full, empty, dq_full, dq_empty, kv, key, first, end,
+    blocks, seq, context, left, right, k_start, base, gain, TILES, KV_HEADS, GROUP, scale, scale2,
 ):  # fmt: skip
     """DIRECT: add grad_q to memory from registers. gain: NaN for a segment that cannot be, else 1."""
     STAGES: gl.constexpr = q_s.type.shape[0]
@@ -213,9 +213,9 @@ def _consumer(
 
 @gluon.jit
 def _wide_consumer(
-    CID: gl.constexpr, grad_k, grad_v, q_s, k_s, v_s, g_s, stats_s, ds_s, kv_full, q_full, g_full, empty, sums, kv, key, first,
-    end, blocks, seq, context, left, right, k_start, base, gain, TILES, KV_HEADS, GROUP, scale, scale2,
-    D: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr,
+    CID: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr, grad_k, grad_v,
+    sums, q_s, k_s, v_s, g_s, stats_s, ds_s, dq_s, kv_full, q_full, g_full, empty, dq_full, dq_empty, kv, key, first, end,
+    blocks, seq, context, left, right, k_start, base, gain, TILES, KV_HEADS, GROUP, scale, scale2,
 ):  # fmt: skip
     """For head_dim 256, of which grad_k and grad_v of 64 keys would fill the registers: both consumers have the same 64 keys, of
     S and dP each makes 32 queries, and of all gradients one half of head_dim. p^T and ds^T go through shared memory.
@@ -362,52 +362,42 @@ def _products_kernel(
             first = gl.where(end > 0, (2 * n) % gl.maximum(end, 1), 0)
         else:
             first = (2 * n) % TILES
+    # Constants and what may be None come before `+`: behind it triton makes plain numbers of them.
+    loads = (q, k, v, grad_out, stats, q_s, k_s, v_s, g_s, stats_s, kv_full, q_full, g_full, empty, kv, key, first, end, blocks,
+             seq, context, q_start, k_start, base, TILES, KV_HEADS, GROUP)  # fmt: skip
+    shared = (q_s, k_s, v_s, g_s, stats_s, ds_s, dq_s, kv_full, q_full, g_full, empty, dq_full, dq_empty, kv, key, first, end,
+              blocks, seq, context, left, right, k_start, base, gain, TILES, KV_HEADS, GROUP, scale, scale2)  # fmt: skip
     if WIDE:
         gl.warp_specialize(
             [
-                (_wide_consumer, (0, grad_k, grad_v, q_s, k_s, v_s, g_s, stats_s, ds_s, kv_full, q_full, g_full, empty, sums, kv,
-                                  key, first, end, blocks, seq, context, left, right, k_start, base, gain, TILES, KV_HEADS,
-                                  GROUP, scale, scale2, D, LEFT, RIGHT, PACKED)),
-                (_wide_consumer, (1, grad_k, grad_v, q_s, k_s, v_s, g_s, stats_s, ds_s, kv_full, q_full, g_full, empty, sums, kv,
-                                  key, first, end, blocks, seq, context, left, right, k_start, base, gain, TILES, KV_HEADS,
-                                  GROUP, scale, scale2, D, LEFT, RIGHT, PACKED)),
-                (_producer, (q, k, v, grad_out, stats, q_s, k_s, v_s, g_s, stats_s, kv_full, q_full, g_full, empty, kv, key,
-                             first, end, blocks, seq, context, q_start, k_start, base, TILES, KV_HEADS, GROUP, WALL, PACKED)),
+                (_wide_consumer, (0, D, LEFT, RIGHT, PACKED, grad_k, grad_v, sums) + shared),
+                (_wide_consumer, (1, D, LEFT, RIGHT, PACKED, grad_k, grad_v, sums) + shared),
+                (_producer, (WALL, PACKED) + loads),
             ],
             [4, 1],
             [240, 24],
-        )  # fmt: skip
+        )
     elif DIRECT:
         gl.warp_specialize(
             [
-                (_consumer, (0, grad_k, grad_v, q_s, k_s, v_s, g_s, stats_s, ds_s, dq_s, kv_full, q_full, g_full, empty, dq_full,
-                             dq_empty, sums, kv, key, first, end, blocks, seq, context, left, right, k_start, base, gain,
-                             TILES, KV_HEADS, GROUP, scale, scale2, D, LEFT, RIGHT, PACKED, DIRECT)),
-                (_consumer, (1, grad_k, grad_v, q_s, k_s, v_s, g_s, stats_s, ds_s, dq_s, kv_full, q_full, g_full, empty, dq_full,
-                             dq_empty, sums, kv, key, first, end, blocks, seq, context, left, right, k_start, base, gain,
-                             TILES, KV_HEADS, GROUP, scale, scale2, D, LEFT, RIGHT, PACKED, DIRECT)),
-                (_producer, (q, k, v, grad_out, stats, q_s, k_s, v_s, g_s, stats_s, kv_full, q_full, g_full, empty, kv, key,
-                             first, end, blocks, seq, context, q_start, k_start, base, TILES, KV_HEADS, GROUP, WALL, PACKED)),
+                (_consumer, (0, D, LEFT, RIGHT, PACKED, DIRECT, grad_k, grad_v, sums) + shared),
+                (_consumer, (1, D, LEFT, RIGHT, PACKED, DIRECT, grad_k, grad_v, sums) + shared),
+                (_producer, (WALL, PACKED) + loads),
             ],
             [4, 1],
             [240, 24],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (_consumer, (0, grad_k, grad_v, q_s, k_s, v_s, g_s, stats_s, ds_s, dq_s, kv_full, q_full, g_full, empty, dq_full,
-                             dq_empty, sums, kv, key, first, end, blocks, seq, context, left, right, k_start, base, gain,
-                             TILES, KV_HEADS, GROUP, scale, scale2, D, LEFT, RIGHT, PACKED, DIRECT)),
-                (_consumer, (1, grad_k, grad_v, q_s, k_s, v_s, g_s, stats_s, ds_s, dq_s, kv_full, q_full, g_full, empty, dq_full,
-                             dq_empty, sums, kv, key, first, end, blocks, seq, context, left, right, k_start, base, gain,
-                             TILES, KV_HEADS, GROUP, scale, scale2, D, LEFT, RIGHT, PACKED, DIRECT)),
-                (_producer, (q, k, v, grad_out, stats, q_s, k_s, v_s, g_s, stats_s, kv_full, q_full, g_full, empty, kv, key,
-                             first, end, blocks, seq, context, q_start, k_start, base, TILES, KV_HEADS, GROUP, WALL, PACKED)),
+                (_consumer, (0, D, LEFT, RIGHT, PACKED, DIRECT, grad_k, grad_v, sums) + shared),
+                (_consumer, (1, D, LEFT, RIGHT, PACKED, DIRECT, grad_k, grad_v, sums) + shared),
+                (_producer, (WALL, PACKED) + loads),
                 (_adder, (sums_by_tma, dq_s, dq_full, dq_empty, kv, first, end, blocks, base, TILES, GROUP, WALL)),
             ],
             [4, 1, 1],
             [240, 24, 24],
-        )  # fmt: skip
+        )
 
 
 def launch(
