@@ -1,5 +1,5 @@
-"""Parts of attention_hopper_backward.py that synchronise nothing: the walk over tiles, masks, and what is launched around the
-products: statistics of the rows before, grad_q and grad_sinks after.
+"""Parts of the Hopper attention that synchronise nothing: tanh, which both directions use, and of attention_hopper_backward.py the
+walk over tiles, masks, and what is launched around the products: statistics of the rows before, grad_q and grad_sinks after.
 
 TILES: of 64 queries, of one batch entry and head; with a schedule (_attention_tiles.py) those of all sequences. A tile of a
 sequence that cannot be has segment -1, and what is made of it is NaN.
@@ -8,7 +8,7 @@ sequence that cannot be has segment -1, and what is made of it is NaN.
 from __future__ import annotations
 
 from ._attention_tiles import planned
-from ._gluon import gl, gluon
+from ._gluon import add_four, gl, gluon, reciprocal
 from ._lang import tl, triton
 
 
@@ -20,6 +20,18 @@ def walk(m, h, first, end, WALL: gl.constexpr):
     m = gl.where(m == end, first if WALL else 0, m)
     h = gl.where(m == first, h + 1, h)
     return m, h
+
+
+@gluon.jit
+def tanh(x):
+    """tanh(x), with a relative error below 6e-6: near 0, where the exponential's form cancels, as its series.
+
+    A rational function with one reciprocal (1.3e-6 with four terms each above and below) would spare a special function of
+    three, but it issues a fifth more instructions and spills.
+    """
+    t = 1.0 - 2.0 * reciprocal(1.0 + gl.exp2(x * 2.8853900817779268))
+    square = x * x
+    return gl.where(square < 0.00390625, x - x * square * 0.3333333333333333, t)
 
 
 @gluon.jit
@@ -76,6 +88,23 @@ def masked(x, low, high, limit, value, LEFT: gl.constexpr, RIGHT: gl.constexpr):
     return gl.convert_layout(y.reshape([64, N]), layout)
 
 
+@gluon.jit
+def in_fours(dq):
+    """Half a tile of grad_q [64, N] as [N / 4, 256]: four floats that a thread holds become neighbours."""
+    N: gl.constexpr = dq.shape[1]
+    return dq.reshape([4, 2, 8, N // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([N // 4, 256])
+
+
+@gluon.jit
+def add_half(sums, tile, dq, HALF: gl.constexpr):
+    """Add a half of a tile of grad_q to memory, from registers."""
+    N: gl.constexpr = dq.shape[1]
+    dq = in_fours(dq)
+    rows = gl.arange(0, N // 4, gl.SliceLayout(1, dq.type.layout))[:, None] * 256
+    columns = gl.arange(0, 256, gl.SliceLayout(0, dq.type.layout))[None, :]
+    add_four(sums + (tile.to(gl.int64) * 2 + HALF) * (64 * N) + (rows + columns), dq)
+
+
 @triton.jit
 def _place(schedule, slot, SEQ):
     """(segment, first row, rows from there to the end) of a tile of queries."""
@@ -113,7 +142,8 @@ def _prepare_kernel(
         shift = tl.where(segment < 0, float("nan"), shift)
     tl.store(stats + pid * 128 + i, shift)
     tl.store(stats + pid * 128 + 64 + i, delta)
-    tl.store(sums + pid * 64 * D + i[:, None] * D + d[None, :], tl.zeros([64, D], tl.float32))
+    if sums is not None:
+        tl.store(sums + pid * 64 * D + i[:, None] * D + d[None, :], tl.zeros([64, D], tl.float32))
 
 
 @triton.jit

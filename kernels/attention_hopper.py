@@ -34,6 +34,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ._attention_hopper_parts import tanh
 from ._attention_tiles import LOG2E
 from ._gluon import (
     allocate_barriers,
@@ -44,7 +45,6 @@ from ._gluon import (
     gl,
     gluon,
     mbarrier,
-    reciprocal,
     tma_load,
     tma_store,
     tma_store_wait,
@@ -156,18 +156,6 @@ def _masked(s, row, n, context, low, high, BN: gl.constexpr, LEFT: gl.constexpr,
 
 
 @gluon.jit
-def _tanh(x):
-    """tanh(x), with a relative error below 6e-6: near 0, where the exponential's form cancels, as its series.
-
-    A rational function with one reciprocal (1.3e-6 with four terms each above and below) would spare a special function of
-    three, but it issues a fifth more instructions and spills.
-    """
-    t = 1.0 - 2.0 * reciprocal(1.0 + gl.exp2(x * 2.8853900817779268))
-    square = x * x
-    return gl.where(square < 0.00390625, x - x * square * 0.3333333333333333, t)
-
-
-@gluon.jit
 def _own_sum(p, BN: gl.constexpr):
     """Every thread's sum over its own columns, [64, 4]: the four threads of a row meet once per tile."""
     return gl.sum(p.reshape([64, BN // 8, 4, 2]).permute([0, 2, 1, 3]).reshape([64, 4, BN // 4]), 2)
@@ -243,7 +231,7 @@ def _consumer(
             bar_arrive(10 + k_stage, 288)
             k_stage, k_phase = _next(k_stage, k_phase, K_STAGES)
             if cap is not None:
-                s = _tanh(s * cap)
+                s = tanh(s * cap)
             if EDGES > 0 or LEFT:
                 s = _masked(s, row, begin + blocks - 1, keys, least, most, BN, LEFT, RIGHT)
             m = gl.max(s, 1) * scale
@@ -275,7 +263,7 @@ def _consumer(
                         bar_arrive(10 + k_stage, 288)
                         k_stage, k_phase = _next(k_stage, k_phase, K_STAGES)
                         if cap is not None:
-                            s = _tanh(s * cap)
+                            s = tanh(s * cap)
                         if part != 1:
                             s = _masked(s, row, begin + blocks - 1 - j, keys, least, most, BN, LEFT, RIGHT)
                         new = gl.maximum(m, gl.max(s, 1) * scale)

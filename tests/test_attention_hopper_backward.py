@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +43,8 @@ def gradient_formula(case: Case, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor 
     group = case.heads // case.kv_heads
     k, v = (t.repeat_interleave(group, 2) for t in (k, v))
     s = torch.einsum("bqhd,bkhd->bhqk", q, k) * case.head_dim**-0.5
+    if case.softcap:
+        s = case.softcap * torch.tanh(s / case.softcap)
     apart = torch.arange(case.context) - torch.arange(case.seq)[:, None] - (case.context - case.seq)
     far = case.context + case.seq
     seen = (apart <= (right if right >= 0 else far)) & (apart >= (-left if left >= 0 else -far))
@@ -63,7 +66,7 @@ def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
 def check(case: Case, seed: int, module=attention_hopper_backward) -> None:
     args, expected = inputs(case)
     with interpret(seed=seed):
-        *found, grad_sinks = module.launch(*args, None, *case.bounds, case.head_dim**-0.5)
+        *found, grad_sinks = module.launch(*args, None, *case.bounds, case.head_dim**-0.5, case.softcap)
     for got, want, like in zip(found, expected, args):
         assert (got.dtype, got.shape) == (case.dtype, like.shape)
         assert_close(got, want, case.dtype)
@@ -86,6 +89,8 @@ QUICK = [
     Case(100, 300, window=(10, 7), head_dim=128, sinks=True),
     Case(130, 200, window=(5, 0)),
     Case(100, 130, head_dim=256),
+    Case(100, 130, softcap=0.5, sinks=True),
+    Case(130, 70, softcap=1.0, head_dim=128, causal=False, dtype=FP16),
 ]
 LONG = [
     Case(256, 256, head_dim=128, heads=4, kv_heads=2),
@@ -112,12 +117,42 @@ LONG = [
     Case(150, 170, causal=False, head_dim=256, batch=2, dtype=FP16),
     Case(150, 300, window=(60, 20), head_dim=256),
     Case(150, 80, head_dim=256),
+    Case(100, 140, softcap=1.0, head_dim=256, dtype=FP16),
+    Case(130, 300, softcap=0.7, head_dim=128, window=(60, 20), heads=4, kv_heads=2, sinks=True),
+    Case(200, 100, softcap=30.0),
+    Case(70, 200, softcap=2.0, causal=False, dtype=FP16),
 ]
 
 
 @pytest.mark.parametrize("case", QUICK, ids=str)
 def test_values(case: Case):
     check(case, 0)
+
+
+NEEDS = [
+    pytest.param(case, need, marks=() if quick else pytest.mark.slow, id=f"{case}-{''.join(map(str, map(int, need)))}")
+    for case in (Case(130, 200, head_dim=128, sinks=True), Case(130, 200, causal=False), Case(130, 100, head_dim=256, softcap=1.0))
+    for need in itertools.product((False, True), repeat=3)
+    for quick in [case.head_dim == 128 and sum(need) != 3 or sum(need) == 1]
+]
+
+
+@pytest.mark.parametrize("case, need", NEEDS)
+def test_only_what_is_needed(case: Case, need: tuple[bool, ...]):
+    """The same gradients, and no memory for, product with or launch of what is not."""
+    args, expected = inputs(case)
+    need = (*need, case.sinks)
+    with count_traffic(HOPPER) as traffic:
+        found = attention_hopper_backward.launch(*args, None, *case.bounds, case.head_dim**-0.5, case.softcap, *need)
+    assert [t is not None for t in found] == list(need)
+    for got, want in zip(found[:3], expected):
+        if got is not None:
+            assert_close(got, want, case.dtype)
+    if case.sinks:
+        torch.testing.assert_close(found[3], expected[3].float(), rtol=1e-5, atol=1e-5)
+    kernels = ["_prepare_kernel"] + ["_products_kernel"] * any(need[:3]) + ["_finish_kernel"] * need[0]
+    assert [launch.kernel for launch in traffic.launches] == kernels + ["_sinks_kernel"] * case.sinks
+    # Every block of queries and keys: S, dP, then two products for grad_q at a head_dim up to 128, and one for each other.
 
 
 @pytest.mark.slow
@@ -196,7 +231,7 @@ def packed_inputs(case: Case, pack: str):
 def check_packed(case: Case, pack: str, seed: int) -> None:
     args, expected = packed_inputs(case, pack)
     with interpret(seed=seed):
-        *found, grad_sinks = attention_hopper_backward.launch(*args, *case.bounds, case.head_dim**-0.5)
+        *found, grad_sinks = attention_hopper_backward.launch(*args, *case.bounds, case.head_dim**-0.5, case.softcap)
     for got, want, after in zip(found, expected, (*PACKS[pack][1], PACKS[pack][1][1])):
         assert_close(got, want, case.dtype)
         assert (got[:, got.shape[1] - after :] == 0).all()
