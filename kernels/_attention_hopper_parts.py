@@ -1,5 +1,5 @@
-"""Parts of the Hopper attention that synchronise nothing: tanh, which both directions use, and of attention_hopper_backward.py the
-walk over tiles, masks, and what is launched around the products: statistics of the rows before, grad_q and grad_sinks after.
+"""Parts of the Hopper attention that synchronise nothing: tanh, which both directions use, and of attention_hopper_backward.py
+the walk over tiles, masks, and what is launched around the products: statistics of the rows before, grad_q and grad_sinks after.
 
 TILES: of 64 queries, of one batch entry and head; with a schedule (_attention_tiles.py) those of all sequences. A tile of a
 sequence that cannot be has segment -1, and what is made of it is NaN.

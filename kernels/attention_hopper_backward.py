@@ -4,6 +4,8 @@
     grad_q = scale * ds @ k            grad_k = scale * ds^T @ q                 grad_v = p^T @ grad_out
     grad_sinks = -sum(exp(sink - lse) * delta, batch seq)
 
+With softcap logits x become c(x) = softcap * tanh(x / softcap), and ds takes the factor c'(x) = 1 - tanh(x / softcap)^2.
+
 Axes, dtypes and what a query sees as in attention_hopper.py; here context may be shorter than seq, and sequences may be packed.
 grad_k and grad_v are summed over the heads of a group in registers; grad_q is summed over key tiles in memory, in an order that
 varies: not deterministic, where attention_backward.py is. 5 products.
@@ -58,6 +60,7 @@ from ._gluon import (
     gl,
     gluon,
     mbarrier,
+    one_less_square,
     tma_add,
     tma_load,
     tma_store,
@@ -136,9 +139,9 @@ def _landed(YOUNGER: gl.constexpr, dv, dk, grad_v, grad_k):
 
 @gluon.jit
 def _consumer(
-    CID: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr, DIRECT: gl.constexpr, grad_k, grad_v,
-    sums, cap, q_s, k_s, v_s, g_s, stats_s, ds_s, dq_s, kv_full, q_full, g_full, empty, dq_full, dq_empty, kv, key, first, end,
-    blocks, seq, context, left, right, k_start, base, gain, TILES, KV_HEADS, GROUP, scale, scale2,
+    CID: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr, DIRECT: gl.constexpr,
+    grad_k, grad_v, sums, cap, q_s, k_s, v_s, g_s, stats_s, ds_s, dq_s, kv_full, q_full, g_full, empty, dq_full, dq_empty, kv,
+    key, first, end, blocks, seq, context, left, right, k_start, base, gain, TILES, KV_HEADS, GROUP, scale, scale2,
 ):  # fmt: skip
     """DIRECT: add grad_q to memory from registers. gain: NaN for a segment that cannot be, else 1. Of grad_k, grad_v and sums
     those that are None are not made."""
@@ -180,17 +183,17 @@ def _consumer(
         edge = at_edge(low + past, high + past, limit, LEFT, RIGHT)
         if cap is not None:
             s = tanh(s * cap)
-        if DIRECT and cap is None:
+        if DIRECT or cap is not None:
             if edge:
                 s = masked(s, low + past, high + past, limit, float("-inf"), LEFT, RIGHT)
         p = gl.exp2(s * scale2 - stats_s.index(stage).slice(0, 64).load(columns)[None, :])
-        if not DIRECT or cap is not None:
+        if not DIRECT and cap is None:
             if edge:
                 p = masked(p, low + past, high + past, limit, 0.0, LEFT, RIGHT)
         if grad_v is not None:
             dv = warpgroup_mma(gl.convert_layout(p.to(dtype), p_layout), gt, dv, is_async=True)
         if cap is not None:
-            p = p * (1.0 - s * s)
+            p = p * one_less_square(s)  # which is 0 where s is -inf
         dp = warpgroup_mma_wait(1 if grad_v is not None else 0, deps=(flying_dp,))
         dp = dp - stats_s.index(stage).slice(64, 64).load(columns)[None, :]
         ds = (p * dp).to(dtype)
@@ -292,7 +295,7 @@ def _wide_consumer(
         if grad_v is not None:
             ds_s.index(buffer).slice(CID * 32, 32, 1).store(p.to(dtype))
         if cap is not None:
-            p = p * (1.0 - s * s)
+            p = p * one_less_square(s)
         dp = warpgroup_mma_wait(0, deps=(flying_dp,))
         dp = dp - stats_s.index(stage).slice(64 + CID * 32, 32).load(columns)[None, :]
         ds_s.index(buffer + 1).slice(CID * 32, 32, 1).store((p * dp).to(dtype))
@@ -355,7 +358,8 @@ def _products_kernel(
     v_s = gl.allocate_shared_memory(v.dtype, [KEYS] + BLOCK, v.layout)
     g_s = gl.allocate_shared_memory(q.dtype, [STAGES] + BLOCK, grad_out.layout)
     ds_s = gl.allocate_shared_memory(q.dtype, [4, 64, 64], gl.NVMMASharedLayout(64 if WIDE else 128, 16, 2))
-    dq_s = gl.allocate_shared_memory(gl.float32, [1 if DIRECT else 2, 1 if DIRECT else D // 8, 256], gl.NVMMASharedLayout(0, 32, 2))
+    dq_shape: gl.constexpr = [1, 1, 256] if DIRECT else [2, D // 8, 256]
+    dq_s = gl.allocate_shared_memory(gl.float32, dq_shape, gl.NVMMASharedLayout(0, 32, 2))
     stats_s = gl.allocate_shared_memory(gl.float32, [STAGES, 128], stats.layout)
     kv_full = allocate_barriers(2, 1)
     dq_full = allocate_barriers(2, 1)

@@ -131,7 +131,11 @@ def test_values(case: Case):
 
 NEEDS = [
     pytest.param(case, need, marks=() if quick else pytest.mark.slow, id=f"{case}-{''.join(map(str, map(int, need)))}")
-    for case in (Case(130, 200, head_dim=128, sinks=True), Case(130, 200, causal=False), Case(130, 100, head_dim=256, softcap=1.0))
+    for case in (
+        Case(130, 200, head_dim=128, sinks=True),
+        Case(130, 200, causal=False),
+        Case(130, 100, head_dim=256, softcap=1.0),
+    )
     for need in itertools.product((False, True), repeat=3)
     for quick in [case.head_dim == 128 and sum(need) != 3 or sum(need) == 1]
 ]
@@ -141,18 +145,17 @@ NEEDS = [
 def test_only_what_is_needed(case: Case, need: tuple[bool, ...]):
     """The same gradients, and no memory for, product with or launch of what is not."""
     args, expected = inputs(case)
-    need = (*need, case.sinks)
+    need = (*need, case.sinks and not need[2])
     with count_traffic(HOPPER) as traffic:
         found = attention_hopper_backward.launch(*args, None, *case.bounds, case.head_dim**-0.5, case.softcap, *need)
     assert [t is not None for t in found] == list(need)
     for got, want in zip(found[:3], expected):
         if got is not None:
             assert_close(got, want, case.dtype)
-    if case.sinks:
+    if need[3]:
         torch.testing.assert_close(found[3], expected[3].float(), rtol=1e-5, atol=1e-5)
     kernels = ["_prepare_kernel"] + ["_products_kernel"] * any(need[:3]) + ["_finish_kernel"] * need[0]
-    assert [launch.kernel for launch in traffic.launches] == kernels + ["_sinks_kernel"] * case.sinks
-    # Every block of queries and keys: S, dP, then two products for grad_q at a head_dim up to 128, and one for each other.
+    assert [launch.kernel for launch in traffic.launches] == kernels + ["_sinks_kernel"] * need[3]
 
 
 @pytest.mark.slow
@@ -169,6 +172,21 @@ def test_more_values(case: Case):
 ] + [Case(192, 256, window=(70, 10), head_dim=head_dim) for head_dim in (64, 128, 256)], ids=str)  # fmt: skip
 def test_values_in_more_orders(case: Case, seed: int):
     check(case, seed)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_strides(packed: bool):
+    """out and grad_out with the heads before the rows, and as slices of something wider: whatever TMA takes."""
+    case = Case(100, 130, batch=1 if packed else 2, heads=4, kv_heads=2)
+    (q, k, v, out, lse, grad_out, _), expected = inputs(case)
+    bounds = (torch.tensor([0, 100], dtype=INT32), torch.tensor([0, 130], dtype=INT32)) if packed else None
+    by_head = grad_out.transpose(1, 2).contiguous().transpose(1, 2)
+    wide = torch.full((*q.shape[:3], 72), torch.nan, dtype=case.dtype)[..., :64]
+    for given_out, given in ((out, by_head), (torch.empty_like(by_head).copy_(out), wide.copy_(grad_out))):
+        with interpret():
+            found = attention_hopper_backward.launch(q, k, v, given_out, lse, given, None, bounds, -1, 0, 0.125)[:3]
+        for got, want in zip(found, expected):
+            assert_close(got, want, case.dtype)
 
 
 def test_keys_past_the_end_do_not_overflow():
@@ -304,19 +322,29 @@ OTHERS = [
         ({}, True, {128: 44, 256: 296}),
         ({"causal": False}, True, {128: 16, 256: 304}),
         ({"window": (127, 0), "sinks": True}, True, {128: 60, 256: 320}),
+        ({"softcap": 30.0}, False, {128: 156, 256: 216}),
+        ({"softcap": 30.0, "causal": False}, False, {128: 92, 256: 224}),
+        ({"softcap": 30.0, "window": (1023, 0)}, False, {128: 188, 256: 240}),
+        ({"softcap": 30.0, "window": (1023, 0)}, True, {128: 244, 256: 320}),
     )
 ]
 
 
-@pytest.mark.parametrize("case, packed, spills", [*PLAIN[:4:2], *map(slow, (*PLAIN[1:4:2], *PLAIN[4:], *OTHERS))], ids=str)
-def test_machine_code(case: Case, packed: bool, spills: int):
+def compiled(case: Case, packed: bool, *need: bool) -> list:
     q, k, v = case.inputs("meta")
     lse = torch.empty(case.batch, case.heads, case.seq, dtype=torch.float32, device="meta")
     cu_seqlens = torch.empty(17, dtype=INT32, device="meta")
     with aot.compile_only(HOPPER) as kernels:
         attention_hopper_backward.launch(
-            q, k, v, q, lse, q, case.sink_logits("meta"), (cu_seqlens, cu_seqlens) if packed else None, *case.bounds, 0.1
-        )
+            q, k, v, q, lse, q, case.sink_logits("meta"), (cu_seqlens, cu_seqlens) if packed else None, *case.bounds, 0.1,
+            case.softcap, *need,
+        )  # fmt: skip
+    return kernels
+
+
+@pytest.mark.parametrize("case, packed, spills", [*PLAIN[:4:2], *map(slow, (*PLAIN[1:4:2], *PLAIN[4:], *OTHERS))], ids=str)
+def test_machine_code(case: Case, packed: bool, spills: int):
+    kernels = compiled(case, packed)
     names = ["_schedule_kernel"] * (2 * packed) + ["_prepare_kernel", "_products_kernel", "_finish_kernel"]
     assert [kernel.name for kernel in kernels] == names + ["_sinks_kernel"] * case.sinks
     products = kernels[names.index("_products_kernel")]
@@ -325,3 +353,27 @@ def test_machine_code(case: Case, packed: bool, spills: int):
     code = machine_code(products)
     assert bool(re.search(r"\bUTMAREDG\b", code)) == (case.head_dim == 128)
     assert bool(re.search(r"\bREDG?\.E\.ADD\.F32", code)) == (case.head_dim != 128)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+@pytest.mark.parametrize("need", list(itertools.product((False, True), repeat=3))[1:-1], ids=str)
+def test_machine_code_of_what_is_needed(head_dim: int, softcap: float, need: tuple[bool, ...]):
+    kernels = compiled(replace(WIDE, head_dim=head_dim, softcap=softcap), False, *need)
+    spills = {128: 92, 256: 108}.get(head_dim, 0) if softcap and need == (False, True, True) else 0
+    assert aot.problems(kernels, HOPPER, wgmma=True, max_spill_bytes=aot.spills(spills)) == []
+    code = aot.sass(kernels[1])
+    if code is None:
+        pytest.skip("triton brings no disassembler here")
+    assert bool(re.search(r"\bUTMASTG\b", code)) == (need[1] or need[2])
+    assert bool(re.search(r"\bUTMAREDG\b", code)) == (need[0] and head_dim == 128)
+    assert bool(re.search(r"\bREDG?\.E\.ADD\.F32", code)) == (need[0] and head_dim != 128)
+    # 64 rows by 16 of what is summed over, of each consumer: S of the first block, then S, and what is needed alone.
+    s, gradient = head_dim // 16, 4
+    per_block = s + need[0] * (2 * gradient if head_dim < 256 else gradient) + (need[1] + need[2]) * gradient
+    if any(need[:2]):
+        per_block += s  # dP; ptxas drops most of it elsewhere
+        assert code.count("HGMMA") == 2 * (s + per_block)
+    else:
+        assert code.count("HGMMA") <= 2 * (2 * s + per_block)
