@@ -35,6 +35,7 @@ class Case:
     window: tuple[int, int] | None = None  # left and right, instead of causal
     sinks: bool = False
     softcap: float = 0.0
+    v_dim: int = 0  # where it is not head_dim
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -43,21 +44,22 @@ class Case:
     def __str__(self) -> str:
         left, right = self.bounds
         seen = f"{left},{right}" if self.window else "causal" if self.causal else "full"
-        name = f"{self.seq}x{self.context}-{seen}-d{self.head_dim}-{str(self.dtype)[6:]}"
+        v = f"v{self.v_dim}" if self.v_dim else ""
+        name = f"{self.seq}x{self.context}-{seen}-d{self.head_dim}{v}-{str(self.dtype)[6:]}"
         return f"{name}-b{self.batch}h{self.heads}kv{self.kv_heads}{'-sinks' * self.sinks}{'-cap' * (self.softcap > 0)}"
 
     def inputs(self, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v as slices of one tensor per sequence length, as a fused projection leaves them."""
         generator = torch.Generator().manual_seed(self.seq)
-        q, kv = self.heads * self.head_dim, 2 * self.kv_heads * self.head_dim
+        widths = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * (self.v_dim or self.head_dim)
 
         def draw(tokens: int, width: int) -> Tensor:
             if device == "meta":
                 return torch.empty(self.batch, tokens, width, dtype=self.dtype, device=device)
             return torch.randn(self.batch, tokens, width, generator=generator).to(self.dtype)
 
-        rows = draw(self.seq, q + kv)[..., :q].unflatten(-1, (self.heads, self.head_dim))
-        keys, values = draw(self.context, q + kv)[..., q:].unflatten(-1, (2, self.kv_heads, self.head_dim)).unbind(2)
+        rows = draw(self.seq, sum(widths)).split(widths, -1)[0].unflatten(-1, (self.heads, self.head_dim))
+        keys, values = (t.unflatten(-1, (self.kv_heads, -1)) for t in draw(self.context, sum(widths)).split(widths, -1)[1:])
         return rows, keys, values
 
     def sink_logits(self, device: str = "cpu") -> Tensor | None:
@@ -66,7 +68,7 @@ class Case:
 
 def formula(case: Case, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out and lse in float64, head by head. Rows that see nothing: 0 and -inf."""
-    out = torch.empty(q.shape, dtype=torch.float64)
+    out = torch.empty(*q.shape[:3], v.shape[-1], dtype=torch.float64)
     lse = torch.empty(case.batch, case.heads, case.seq, dtype=torch.float64)
     left, right = case.bounds
     for b in range(case.batch):
@@ -117,6 +119,8 @@ QUICK = [
     Case(130, 100, head_dim=256),
     Case(200, 300, softcap=0.5),
     Case(130, 200, softcap=3.0, causal=False, dtype=FP16),
+    Case(200, 300, head_dim=192, v_dim=128),
+    Case(130, 180, head_dim=192, v_dim=128, causal=False, heads=4, kv_heads=2, dtype=FP16, sinks=True),
 ]
 CASES = [
     Case(384, 500, window=(10, 7), sinks=True, head_dim=128),
@@ -144,6 +148,10 @@ CASES = [
     Case(200, 200, head_dim=256, heads=4, kv_heads=2),
     Case(200, 331, head_dim=256, window=(70, 0), sinks=True),
     Case(300, 300, softcap=20.0, head_dim=128, window=(100, 0), sinks=True),
+    Case(300, 170, head_dim=192, v_dim=128, batch=2, dtype=FP16),
+    Case(384, 384, head_dim=192, v_dim=128, causal=False),
+    Case(384, 500, head_dim=192, v_dim=128, window=(100, 7), sinks=True),
+    Case(200, 400, head_dim=192, v_dim=128, softcap=3.0, kv_heads=2),
 ]
 
 
@@ -221,7 +229,8 @@ def test_schedule(sizes: tuple[int, ...]):
 @pytest.mark.parametrize("change, message", [
     ({"target": TARGETS["sm_100"]}, "sm_100 is not sm_90"),
     ({"dtype": torch.float32}, "q is torch.float32, not bfloat16 or float16"),
-    ({"head_dim": 96}, "head_dim=96 and v_dim=96, not both 64, 128 or 256"),
+    ({"head_dim": 96}, "head_dim=96 and v_dim=96, neither 192 and 128 nor both 64, 128 or 256"),
+    ({"head_dim": 128, "v_dim": 64}, "head_dim=128 and v_dim=64, neither 192 and 128 nor both 64, 128 or 256"),
 ])  # fmt: skip
 def test_refusals(change: dict, message: str):
     target = change.pop("target", HOPPER)

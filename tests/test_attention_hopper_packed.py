@@ -42,7 +42,7 @@ class Packed:
         return q, k, v
 
     def formula(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out = torch.zeros(q.shape, dtype=torch.float64)
+        out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=torch.float64)
         lse = torch.full((1, q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float64)
         sinks = self.case.sink_logits()
         if sinks is not None:
@@ -79,6 +79,7 @@ CASES = [
     Packed(replace(ONE, window=(-1, 20), dtype=FP16), (40, 200), (1, 100)),
     Packed(replace(ONE, softcap=1.0, head_dim=128, heads=4, kv_heads=2), (128, 33), (128, 33)),
     Packed(replace(ONE, head_dim=256), (70, 100), (100, 70)),
+    Packed(replace(ONE, head_dim=192, v_dim=128, sinks=True), (130, 3, 0, 40), (150, 0, 30, 200), rest=(5, 2)),
     Packed(ONE, (0, 0), (0, 0), rest=(3, 3)),
     Packed(ONE, (1,) * 9, (1, 5, 0, 2, 64, 128, 129, 3, 7)),
 ]
@@ -135,6 +136,21 @@ def test_refusal_of_keys_in_use():
     odd = odd.new_empty(2 * (70 * 600 + 8)).as_strided(odd.shape, (70 * 600 + 8, 600, 64, 1))
     message = attention_hopper.refusal(odd, k, v, HOPPER, ints([1, 2]))
     assert message == f"q has strides {odd.stride()} with seqused_k, which are not those of one sequence after the other"
+
+
+    cache = torch.empty(2, 300, 1, 64, dtype=BF16)[:, :200]
+    message = attention_hopper.refusal(q.contiguous(), k, cache, HOPPER, ints([1, 2]))
+    apart = "their sequences are not equally far apart"
+    assert message == f"k has strides {k.stride()} with seqused_k and v {cache.stride()}: {apart}"
+
+
+def test_keys_in_use_of_one_sequence():
+    case = Case(70, 200)
+    q, k, v = case.inputs()
+    assert attention_hopper.refusal(q, k, v, FEW, ints([130])) == ""
+    with interpret(FEW, seed=1):
+        found = attention_hopper.launch(q, k, v, None, *case.bounds, 0.125, seqused_k=ints([130]))
+    compare(case, *found, *formula(replace(case, context=130), q, k[:, :130], v[:, :130]))
 
 
 # ---- the table of tiles ------------------------------------------------------------------------------------------------------
