@@ -20,7 +20,7 @@ grad_q to memory by TMA. Logits are held transposed, so that p^T and ds^T are re
 through shared memory for grad_q, of which each consumer makes one half of head_dim. Order of issue in block j, so that a product
 is always in flight:
 dP(j) | exponentials | grad_v(j) | ds | grad_k(j) | barrier | grad_q(j) | S(j+1) | pass grad_q(j) on | wait for S(j+1).
-With head_dim 256 the consumers share 64 keys (_wide_consumer); not measured yet.
+With head_dim 192 (v_dim 128) and 256 the consumers share 64 keys (_attention_hopper_wide.py); not measured yet.
 
 Tiles of queries that see none of the keys are left out, and a tile is masked only where an edge crosses it. TMA copies of packed
 sequences end with their segment (_gluon.descriptor, ragged), so what lies behind it reaches nothing.
@@ -43,14 +43,16 @@ from ._attention_hopper_parts import (
     _finish_kernel,
     _prepare_kernel,
     _sinks_kernel,
-    add_half,
+    add_part,
     at_edge,
     bounds,
     in_fours,
+    landed,
     masked,
     tanh,
     walk,
 )
+from ._attention_hopper_wide import wide_consumer
 from ._attention_tiles import COLUMNS, LOG2E, schedule, schedule_slots
 from ._gluon import (
     allocate_barriers,
@@ -82,16 +84,18 @@ STAGES = 2
 
 @gluon.jit
 def _producer(
-    WALL: gl.constexpr, PACKED: gl.constexpr, q, k, v, grad_out, stats, q_s, k_s, v_s, g_s, stats_s, kv_full, q_full, g_full,
-    empty, kv, key, first, end, blocks, seq, context, q_start, k_start, base, TILES, KV_HEADS, GROUP,
+    WALL: gl.constexpr, PACKED: gl.constexpr, q2, k2, q2_s, k2_s, q, k, v, grad_out, stats, q_s, k_s, v_s, g_s, stats_s, kv_full,
+    q_full, g_full, empty, kv, key, first, end, blocks, seq, context, q_start, k_start, base, TILES, KV_HEADS, GROUP,
 ):  # fmt: skip
     STAGES: gl.constexpr = q_s.type.shape[0]
     b = kv // KV_HEADS
     kv_head = kv - b * KV_HEADS
     KEYS: gl.constexpr = k_s.type.shape[0]
-    mbarrier.expect(kv_full.index(0), KEYS * k.block_type.nbytes)
+    mbarrier.expect(kv_full.index(0), KEYS * (k.block_type.nbytes + (k2.block_type.nbytes if k2 is not None else 0)))
     for c in gl.static_range(KEYS):
         tma_load(k, corner_of(b, k_start, context, key + c * 64, kv_head, 0, PACKED), kv_full.index(0), k_s.index(c))
+        if k2 is not None:
+            tma_load(k2, corner_of(b, k_start, context, key + c * 64, kv_head, 128, PACKED), kv_full.index(0), k2_s.index(c))
     mbarrier.expect(kv_full.index(1), KEYS * v.block_type.nbytes)
     for c in gl.static_range(KEYS):
         tma_load(v, corner_of(b, k_start, context, key + c * 64, kv_head, 0, PACKED), kv_full.index(1), v_s.index(c))
@@ -101,8 +105,12 @@ def _producer(
         stage = i % STAGES
         place = corner_of(b, q_start, seq, m * 64, h - b * KV_HEADS * GROUP, 0, PACKED)
         mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
-        mbarrier.expect(q_full.index(stage), q.block_type.nbytes + stats.block_type.nbytes)
+        more: gl.constexpr = q2.block_type.nbytes if q2 is not None else 0
+        mbarrier.expect(q_full.index(stage), q.block_type.nbytes + more + stats.block_type.nbytes)
         tma_load(q, place, q_full.index(stage), q_s.index(stage))
+        if q2 is not None:
+            place2 = corner_of(b, q_start, seq, m * 64, h - b * KV_HEADS * GROUP, 128, PACKED)
+            tma_load(q2, place2, q_full.index(stage), q2_s.index(stage))
         tma_load(stats, [(h * TILES + base + m) * 128], q_full.index(stage), stats_s.index(stage))
         mbarrier.expect(g_full.index(stage), grad_out.block_type.nbytes)
         tma_load(grad_out, place, g_full.index(stage), g_s.index(stage))
@@ -123,18 +131,6 @@ def _adder(sums, dq_s, dq_full, dq_empty, kv, first, end, blocks, base, TILES, G
         tma_store_wait(0)
         mbarrier.arrive(dq_empty.index(1), count=1)
         m, h = walk(m, h, first, end, WALL)
-
-
-@gluon.jit
-def _landed(YOUNGER: gl.constexpr, dv, dk, grad_v, grad_k):
-    """dv and dk when their products are done, those of them that are made; so many younger products may still run."""
-    if grad_v is not None and grad_k is not None:
-        dv, dk = warpgroup_mma_wait(YOUNGER, deps=(dv, dk))
-    elif grad_v is not None:
-        dv = warpgroup_mma_wait(YOUNGER, deps=(dv,))
-    elif grad_k is not None:
-        dk = warpgroup_mma_wait(YOUNGER, deps=(dk,))
-    return dv, dk
 
 
 @gluon.jit
@@ -208,7 +204,7 @@ def _consumer(
             bar_sync(8, 256)
             flying_dq = warpgroup_mma(ds_s.index(buffer).permute((1, 0)), k_low, zero_dq, use_acc=False, is_async=True)
             flying_dq = warpgroup_mma(ds_s.index(buffer + 1).permute((1, 0)), k_high, flying_dq, is_async=True)
-        dv, dk = _landed(2 if sums is not None else 0, dv, dk, grad_v, grad_k)
+        dv, dk = landed(2 if sums is not None else 0, dv, dk, grad_v, grad_k)
         following = gl.where(i + 1 < blocks, (i + 1) % STAGES, stage)
         mbarrier.wait(q_full.index(following), ((i + 1) // STAGES) & 1, pred=i + 1 < blocks)
         # After the last block this multiplies the same q again, and its result goes nowhere.
@@ -216,7 +212,7 @@ def _consumer(
         if sums is not None:
             dq = warpgroup_mma_wait(1, deps=(flying_dq,))
             if DIRECT:
-                add_half(sums, h * TILES + base + m, dq, CID)
+                add_part(sums + ((h * TILES + base + m).to(gl.int64) * 2 + CID) * (32 * D), dq)
             else:
                 mbarrier.wait(dq_empty.index(CID), (i & 1) ^ 1)
                 dq_s.index(CID).store(in_fours(dq))
@@ -246,117 +242,31 @@ def _consumer(
     tma_store_wait(0)
 
 
-@gluon.jit
-def _wide_consumer(
-    CID: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr, grad_k, grad_v,
-    sums, cap, q_s, k_s, v_s, g_s, stats_s, ds_s, dq_s, kv_full, q_full, g_full, empty, dq_full, dq_empty, kv, key, first, end,
-    blocks, seq, context, left, right, k_start, base, gain, TILES, KV_HEADS, GROUP, scale, scale2,
-):  # fmt: skip
-    """For head_dim 256, of which grad_k and grad_v of 64 keys would fill the registers: both consumers have the same 64 keys, of
-    S and dP each makes 32 queries, and of all gradients one half of head_dim. p^T and ds^T go through shared memory.
-
-    grad_q comes first and S(j+1) last, after the sums of grad_q have left their registers: ptxas spills half as much."""
-    STAGES: gl.constexpr = q_s.type.shape[0]
-    HALF: gl.constexpr = D // 2
-    dtype: gl.constexpr = q_s.dtype
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    columns: gl.constexpr = gl.SliceLayout(0, s_layout)
-    k = k_s.index(0).reshape([64, D])
-    v = v_s.index(0).reshape([64, D])
-    k_half = k.slice(CID * HALF, HALF, 1)
-    dk = gl.zeros([64, HALF], gl.float32, acc_layout)
-    dv = gl.zeros([64, HALF], gl.float32, acc_layout)
-    low, high, limit = bounds(seq, context, key, left, right, LEFT, RIGHT)
-    zero = gl.zeros([64, 32], gl.float32, s_layout)
-    zero_dq = gl.zeros([64, HALF], gl.float32, acc_layout)
-    mbarrier.wait(kv_full.index(0), 0)
-    s = zero
-    if blocks > 0:
-        mbarrier.wait(q_full.index(0), 0)
-        rows = q_s.index(0).reshape([64, D]).slice(CID * 32, 32, 0)
-        s = warpgroup_mma(k, rows.permute((1, 0)), zero, use_acc=False)
-    mbarrier.wait(kv_full.index(1), 0)
-    m = first
-    h = kv * GROUP
-    for i in range(blocks):
-        stage = i % STAGES
-        qt = q_s.index(stage).reshape([64, D])
-        gt = g_s.index(stage).reshape([64, D])
-        mbarrier.wait(g_full.index(stage), (i // STAGES) & 1)
-        flying_dp = warpgroup_mma(v, gt.slice(CID * 32, 32, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
-        if cap is not None:
-            s = tanh(s * cap)
-        p = gl.exp2(s * scale2 - stats_s.index(stage).slice(CID * 32, 32).load(columns)[None, :])
-        past = m * 64
-        if at_edge(low + past, high + past, limit, LEFT, RIGHT):
-            p = masked(p, low + past + CID * 32, high + past + CID * 32, limit, 0.0, LEFT, RIGHT)
-        buffer = (i & 1) * 2
-        if grad_v is not None:
-            ds_s.index(buffer).slice(CID * 32, 32, 1).store(p.to(dtype))
-        if cap is not None:
-            p = p * one_less_square(s)
-        dp = warpgroup_mma_wait(0, deps=(flying_dp,))
-        dp = dp - stats_s.index(stage).slice(64 + CID * 32, 32).load(columns)[None, :]
-        ds_s.index(buffer + 1).slice(CID * 32, 32, 1).store((p * dp).to(dtype))
-        fence_async_shared()
-        # Also: both consumers have finished the products of block i-1, whose buffers the next block takes.
-        bar_sync(8, 256)
-        if sums is not None:
-            flying_dq = warpgroup_mma(ds_s.index(buffer + 1).permute((1, 0)), k_half, zero_dq, use_acc=False, is_async=True)
-        if grad_v is not None:
-            dv = warpgroup_mma(ds_s.index(buffer), gt.slice(CID * HALF, HALF, 1), dv, is_async=True)
-        if grad_k is not None:
-            dk = warpgroup_mma(ds_s.index(buffer + 1), qt.slice(CID * HALF, HALF, 1), dk, is_async=True)
-        if sums is not None:
-            dq = warpgroup_mma_wait((grad_v is not None) + (grad_k is not None), deps=(flying_dq,))
-            add_half(sums, h * TILES + base + m, dq, CID)
-        following = gl.where(i + 1 < blocks, (i + 1) % STAGES, stage)
-        mbarrier.wait(q_full.index(following), ((i + 1) // STAGES) & 1, pred=i + 1 < blocks)
-        rows = q_s.index(following).reshape([64, D]).slice(CID * 32, 32, 0)
-        flying_s = warpgroup_mma(k, rows.permute((1, 0)), zero, use_acc=False, is_async=True)
-        dv, dk = _landed(1, dv, dk, grad_v, grad_k)
-        mbarrier.arrive(empty.index(stage), count=1)
-        s = warpgroup_mma_wait(0, deps=(flying_s,))
-        m, h = walk(m, h, first, end, LEFT or RIGHT > 0)
-    bar_sync(8, 256)  # both consumers read all of k and v
-    b = kv // KV_HEADS
-    place = corner_of(b, k_start, context, key, kv - b * KV_HEADS, 0, PACKED)
-    if PACKED:
-        dv *= gain
-        scale *= gain
-    if grad_v is not None:
-        v.slice(CID * HALF, HALF, 1).store(dv.to(dtype))
-    if grad_k is not None:
-        k_half.store((dk * scale).to(dtype))
-    fence_async_shared()
-    bar_sync(8, 256)  # both have written their halves
-    if CID == 0 and grad_v is not None:
-        tma_store(grad_v, place, v_s.index(0))
-    if CID == 1 and grad_k is not None:
-        tma_store(grad_k, place, k_s.index(0))
-    tma_store_wait(0)
-
-
 @gluon.jit(
     do_not_specialize=["seq", "context", "left", "right", "TILES", "KEY_TILES", "KV_HEADS", "GROUP", "CHUNK", "KV"]
 )
 def _products_kernel(
-    q, k, v, grad_out, stats, sums_by_tma, grad_k, grad_v, sums, schedule, scale, scale2, cap, seq, context, left, right, TILES,
-    KEY_TILES, KV_HEADS, GROUP, CHUNK, KV,
+    q, q2, k, k2, v, grad_out, stats, sums_by_tma, grad_k, grad_k2, grad_v, sums, schedule, scale, scale2, cap, seq, context,
+    left, right, TILES, KEY_TILES, KV_HEADS, GROUP, CHUNK, KV,
     D: gl.constexpr, STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, DIRECT: gl.constexpr,
 ):  # fmt: skip
     """RIGHT: 0 without a bound, 1 causal, 2 with any other. schedule: tiles of keys of packed sequences. scale2, cap: of base-2
-    logits and None, or softcap * log2(e) and scale / softcap. Results that are None are not made."""
+    logits and None, or softcap * log2(e) and scale / softcap. Results that are None are not made. q2, k2, grad_k2: columns from
+    128 on with head_dim 192, else None."""
     PACKED: gl.constexpr = schedule is not None
     WALL: gl.constexpr = LEFT or RIGHT > 0
-    WIDE: gl.constexpr = D == 256
+    WIDE: gl.constexpr = D > 128
     KEYS: gl.constexpr = 1 if WIDE else 2  # of 64
-    BLOCK: gl.constexpr = [1, 1, 64, 1, D] if PACKED else [1, 64, 1, D]
-    q_s = gl.allocate_shared_memory(q.dtype, [STAGES] + BLOCK, q.layout)
-    k_s = gl.allocate_shared_memory(k.dtype, [KEYS] + BLOCK, k.layout)
-    v_s = gl.allocate_shared_memory(v.dtype, [KEYS] + BLOCK, v.layout)
-    g_s = gl.allocate_shared_memory(q.dtype, [STAGES] + BLOCK, grad_out.layout)
+    q_s = gl.allocate_shared_memory(q.dtype, [STAGES] + q.block_shape, q.layout)
+    k_s = gl.allocate_shared_memory(k.dtype, [KEYS] + k.block_shape, k.layout)
+    v_s = gl.allocate_shared_memory(v.dtype, [KEYS] + v.block_shape, v.layout)
+    g_s = gl.allocate_shared_memory(q.dtype, [STAGES] + grad_out.block_shape, grad_out.layout)
+    if q2 is None:
+        q2_s: gl.constexpr = None
+        k2_s: gl.constexpr = None
+    else:
+        q2_s = gl.allocate_shared_memory(q.dtype, [STAGES] + q2.block_shape, q2.layout)
+        k2_s = gl.allocate_shared_memory(k.dtype, [KEYS] + k2.block_shape, k2.layout)
     ds_s = gl.allocate_shared_memory(q.dtype, [4, 64, 64], gl.NVMMASharedLayout(64 if WIDE else 128, 16, 2))
     dq_shape: gl.constexpr = [1, 1, 256] if DIRECT else [2, D // 8, 256]
     dq_s = gl.allocate_shared_memory(gl.float32, dq_shape, gl.NVMMASharedLayout(0, 32, 2))
@@ -414,21 +324,21 @@ def _products_kernel(
               blocks, seq, context, left, right, k_start, base, gain, TILES, KV_HEADS, GROUP, scale, scale2)  # fmt: skip
     if WIDE:
         gl.warp_specialize([
-            (_wide_consumer, (0, D, LEFT, RIGHT, PACKED, grad_k, grad_v, sums, cap) + shared),
-            (_wide_consumer, (1, D, LEFT, RIGHT, PACKED, grad_k, grad_v, sums, cap) + shared),
-            (_producer, (WALL, PACKED) + loads),
+            (wide_consumer, (0, D, LEFT, RIGHT, PACKED, grad_k, grad_k2, grad_v, sums, cap, q2_s, k2_s) + shared),
+            (wide_consumer, (1, D, LEFT, RIGHT, PACKED, grad_k, grad_k2, grad_v, sums, cap, q2_s, k2_s) + shared),
+            (_producer, (WALL, PACKED, q2, k2, q2_s, k2_s) + loads),
         ], [4, 1], [240, 24])  # fmt: skip
     elif DIRECT:
         gl.warp_specialize([
             (_consumer, (0, D, LEFT, RIGHT, PACKED, DIRECT, grad_k, grad_v, sums, cap) + shared),
             (_consumer, (1, D, LEFT, RIGHT, PACKED, DIRECT, grad_k, grad_v, sums, cap) + shared),
-            (_producer, (WALL, PACKED) + loads),
+            (_producer, (WALL, PACKED, q2, k2, q2_s, k2_s) + loads),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consumer, (0, D, LEFT, RIGHT, PACKED, DIRECT, grad_k, grad_v, sums, cap) + shared),
             (_consumer, (1, D, LEFT, RIGHT, PACKED, DIRECT, grad_k, grad_v, sums, cap) + shared),
-            (_producer, (WALL, PACKED) + loads),
+            (_producer, (WALL, PACKED, q2, k2, q2_s, k2_s) + loads),
             (_adder, (sums_by_tma, dq_s, dq_full, dq_empty, kv, first, end, blocks, base, TILES, GROUP, WALL)),
         ], [4, 1, 1], [240, 24, 24])  # fmt: skip
 
@@ -446,7 +356,8 @@ def launch(
     """
     batch, seq, heads, head_dim = q.shape
     context, kv_heads = k.shape[1:3]
-    keys = ROWS if head_dim == 256 else 2 * ROWS
+    v_dim = v.shape[-1]
+    keys = ROWS if head_dim > 128 else 2 * ROWS
     tiles, key_tiles = cdiv(seq, ROWS), cdiv(context, keys)
     q_plan = k_plan = None
     if cu_seqlens is not None:
@@ -478,11 +389,17 @@ def launch(
         _launch(
             _prepare_kernel, (every,),
             (out, grad_out, lse, stats, sums, q_plan, *shape, *out.stride()[:3], *grad_out.stride()[:3]),
-            {"BLANK": blank, **options},
+            {"V": v_dim, "BLANK": blank, **options},
         )  # fmt: skip
         if need_q or need_k or need_v:
-            loads = [descriptor(t, [1, ROWS, 1, head_dim], ragged=ragged) for t in (q, k, v, grad_out)]
-            stores = [None if t is None else descriptor(t, [1, ROWS, 1, head_dim], ragged=ragged) for t in grads[1:]]
+            width, more = (128, 64) if head_dim == 192 else (head_dim, 0)
+            loads, stores = (
+                [descriptor(t, [1, ROWS, 1, n], ragged=ragged) if t is not None and n else None for t, n in pairs]
+                for pairs in (
+                    ((q, width), (q, more), (k, width), (k, more), (v, v_dim), (grad_out, v_dim)),
+                    ((grads[1], width), (grads[1], more), (grads[2], v_dim)),
+                )
+            )
             by_tma = None if direct or sums is None else descriptor(sums, [head_dim // 8, 256], swizzle=False)
             _launch(
                 _products_kernel, (batch * kv_heads * key_tiles,),

@@ -240,11 +240,6 @@ def test_refusals(change: dict, message: str):
 # ---- what the compiler makes of it ---------------------------------------------------------------------------------------------
 
 
-def spills(case: Case) -> int:
-    """Bytes that ptxas may spill, all of them outside the loop without masks (test_order_in_the_main_loops)."""
-    return aot.spills(100 if case.softcap and case.bounds[0] >= 0 and case.head_dim >= 128 else 0)
-
-
 def machine_code(kernel) -> str:
     """SASS of a kernel that runs on wgmma and TMA, with registers of its partitions' own."""
     code = aot.sass(kernel)
@@ -262,42 +257,61 @@ def compiled(case: Case):
             *case.inputs("meta"), case.sink_logits("meta"), *case.bounds, case.head_dim**-0.5, case.softcap
         )  # fmt: skip
     (kernel,) = kernels
-    assert aot.problems(kernels, HOPPER, wgmma=True, max_spill_bytes=spills(case)) == []
     return kernel
 
 
+# With the bytes of spills with triton 3.6, which may only shrink: a few loads and stores a tile, none in a loop without masks
+# (test_order_in_the_main_loops). To find the tile in the table again instead would cost a hundred instructions.
 PLAIN = Case(4096, 4096, batch=2, heads=32, kv_heads=8)
-QUICK_AOT = [replace(PLAIN, head_dim=128)]
+LATENT = replace(PLAIN, kv_heads=32, head_dim=192, v_dim=128)
+QUICK_AOT = [(replace(PLAIN, head_dim=128), 0)]
 AOT_CASES = [
-    Case(8192, 8192, head_dim=128, heads=64, kv_heads=8, window=(127, 0), sinks=True),
-    PLAIN,
-    replace(PLAIN, causal=False, context=4000),
-    replace(PLAIN, head_dim=128, context=5000),
-    replace(PLAIN, head_dim=128, context=2000),
-    replace(PLAIN, head_dim=128, causal=False),
-    replace(PLAIN, head_dim=128, causal=False, dtype=FP16, context=5000),
-    replace(PLAIN, head_dim=256),
-    replace(PLAIN, head_dim=256, causal=False, context=5000),
-    replace(PLAIN, head_dim=256, softcap=30.0, window=(4095, 0)),
-    replace(PLAIN, softcap=30.0),
-    replace(PLAIN, head_dim=128, softcap=30.0),
-    replace(PLAIN, head_dim=128, softcap=30.0, window=(1023, 0)),
-    Case(8192, 8192, head_dim=64, heads=64, kv_heads=8, window=(127, 0), sinks=True),
+    (Case(8192, 8192, head_dim=128, heads=64, kv_heads=8, window=(127, 0), sinks=True), 0),
+    (PLAIN, 0),
+    (replace(PLAIN, causal=False, context=4000), 0),
+    (replace(PLAIN, head_dim=128, context=5000), 0),
+    (replace(PLAIN, head_dim=128, context=2000), 0),
+    (replace(PLAIN, head_dim=128, causal=False), 0),
+    (replace(PLAIN, head_dim=128, causal=False, dtype=FP16, context=5000), 0),
+    (replace(PLAIN, head_dim=128, window=(127, 20)), 16),
+    (replace(PLAIN, head_dim=256), 0),
+    (replace(PLAIN, head_dim=256, causal=False, context=5000), 0),
+    (replace(PLAIN, head_dim=256, window=(4095, 0)), 76),
+    (replace(PLAIN, head_dim=256, softcap=30.0, window=(4095, 0)), 60),
+    (replace(PLAIN, softcap=30.0), 0),
+    (replace(PLAIN, head_dim=128, softcap=30.0), 0),
+    (replace(PLAIN, head_dim=128, softcap=30.0, window=(1023, 0)), 0),
+    (replace(PLAIN, head_dim=128, softcap=30.0, window=(127, 20)), 16),
+    (Case(8192, 8192, head_dim=64, heads=64, kv_heads=8, window=(127, 0), sinks=True), 0),
+    (LATENT, 0),
+    (replace(LATENT, causal=False, dtype=FP16), 0),
+    (replace(LATENT, sinks=True, softcap=30.0), 0),
+    (replace(LATENT, window=(1023, 0)), 32),
+    (replace(LATENT, window=(127, 20)), 32),
+    (replace(LATENT, window=(-1, 20)), 24),
+    (replace(LATENT, window=(127, -1)), 60),
 ]
 
 
-@pytest.mark.parametrize("case", [*QUICK_AOT, *slow(AOT_CASES)], ids=str)
-def test_machine_code(case: Case):
+def later(case: tuple[object, ...]):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("case, spills", [*QUICK_AOT, *map(later, AOT_CASES)], ids=str)
+def test_machine_code(case: Case, spills: int):
     kernel = compiled(case)
+    assert aot.problems([kernel], HOPPER, wgmma=True, max_spill_bytes=aot.spills(spills)) == []
     used = aot.resources(kernel)
     assert (used.registers, used.num_warps) == (168, 12)
     code = machine_code(kernel)
-    if spills(case) == 0:
+    if spills == 0:
         assert not re.search(r"\b(LDL|STL)\b", code)
 
 
 @pytest.mark.skipif(_lang.VERSION != (3, 6), reason="holds for the ptxas that the measured version had")
-@pytest.mark.parametrize("case", [*QUICK_AOT, *slow([case for case in AOT_CASES if case.dtype is BF16])], ids=str)
+@pytest.mark.parametrize(
+    "case", [QUICK_AOT[0][0], *slow([case for case, _ in AOT_CASES if case.dtype is BF16])], ids=str
+)
 def test_order_in_the_main_loops(case: Case):
     code = machine_code(compiled(case))
     loops = [block for block in re.split(r"^\.L_x_\d+:", code, flags=re.MULTILINE) if "gsb0, 0x1" in block]

@@ -15,14 +15,14 @@ from test_attention_hopper import BF16, FP16, HOPPER, Case, machine_code
 from torch import Tensor
 
 from fusedblock.interpret import count_traffic, interpret
-from fusedblock.kernels import attention_hopper_backward
+from fusedblock.kernels import _attention_hopper_wide, attention_hopper_backward
 
 
 def inputs(case: Case, given: tuple[Tensor, ...] | None = None) -> tuple[tuple[Tensor | None, ...], list[Tensor]]:
     """Arguments of a launch up to sinks, and the gradients in float64; of q, k, v and grad_out where these are given."""
     if given is None:
         q, k, v = case.inputs()
-        grad_out = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(case.dtype)
+        grad_out = torch.randn(*q.shape[:3], v.shape[-1], generator=torch.Generator().manual_seed(1)).to(case.dtype)
     else:
         q, k, v, grad_out = given
     sinks = case.sink_logits()
@@ -91,6 +91,8 @@ QUICK = [
     Case(100, 130, head_dim=256),
     Case(100, 130, softcap=0.5, sinks=True),
     Case(130, 70, softcap=1.0, head_dim=128, causal=False, dtype=FP16),
+    Case(130, 100, head_dim=192, v_dim=128),
+    Case(70, 150, head_dim=192, v_dim=128, causal=False, heads=4, kv_heads=2, dtype=FP16, sinks=True),
 ]
 LONG = [
     Case(256, 256, head_dim=128, heads=4, kv_heads=2),
@@ -121,6 +123,8 @@ LONG = [
     Case(130, 300, softcap=0.7, head_dim=128, window=(60, 20), heads=4, kv_heads=2, sinks=True),
     Case(200, 100, softcap=30.0),
     Case(70, 200, softcap=2.0, causal=False, dtype=FP16),
+    Case(200, 90, head_dim=192, v_dim=128, batch=2, dtype=FP16),
+    Case(150, 300, head_dim=192, v_dim=128, window=(60, 20), softcap=1.0, sinks=True),
 ]
 
 
@@ -135,6 +139,7 @@ NEEDS = [
         Case(130, 200, head_dim=128, sinks=True),
         Case(130, 200, causal=False),
         Case(130, 100, head_dim=256, softcap=1.0),
+        Case(70, 90, head_dim=192, v_dim=128),
     )
     for need in itertools.product((False, True), repeat=3)
     for quick in [case.head_dim == 128 and sum(need) != 3 or sum(need) == 1]
@@ -228,9 +233,9 @@ def packed_inputs(case: Case, pack: str):
     q, k, v = (t.clone() for t in whole.inputs())
     for t, n in zip((q, k, v), (after[0], after[1], after[1])):
         t[:, t.shape[1] - n :] = torch.nan
-    grad_out = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(case.dtype)
+    grad_out = torch.randn(*q.shape[:3], v.shape[-1], generator=torch.Generator().manual_seed(1)).to(case.dtype)
     grad_out[:, q.shape[1] - after[0] :] = torch.nan
-    out, lse = torch.zeros_like(q), torch.full((1, case.heads, whole.seq), -torch.inf)
+    out, lse = torch.zeros_like(grad_out), torch.full((1, case.heads, whole.seq), -torch.inf)
     grads = [torch.zeros(t.shape, dtype=torch.float64) for t in (q, k, v)]
     if case.sinks:
         grads.append(torch.zeros(case.heads, dtype=torch.float64))
@@ -266,6 +271,8 @@ PACKED_CASES = [
     (Case(0, 0, window=(10, 15), head_dim=128, dtype=FP16), "cross"),
     (Case(0, 0, head_dim=256, sinks=True), "cross"),
     (Case(0, 0, causal=False, head_dim=256, dtype=FP16), "self"),
+    (Case(0, 0, head_dim=192, v_dim=128, sinks=True), "cross"),
+    (Case(0, 0, causal=False, head_dim=192, v_dim=128, dtype=FP16), "self"),
 ]
 
 
@@ -301,7 +308,19 @@ def test_impossible_boundaries_give_nan(bounds: tuple[list[int], list[int]], hea
 def test_a_kernel_without_one_of_its_synchronisations_fails(name: str, line: int, tmp_path: Path):
     with mutants.without(attention_hopper_backward, line, tmp_path) as mutant, mutants.fails(True):
         for seed in range(6):
-            check(Case(130, 130, head_dim=256) if "wide" in name else Case(192, 256, head_dim=128), seed, mutant)
+            check(Case(192, 256, head_dim=128), seed, mutant)
+
+
+WIDE_CASES = [Case(130, 130, head_dim=256), Case(130, 130, head_dim=192, v_dim=128)]
+
+
+@pytest.mark.parametrize("case", [WIDE_CASES[0], pytest.param(WIDE_CASES[1], marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("name, line", mutants.statements(_attention_hopper_wide))
+def test_a_consumer_without_one_of_its_synchronisations_fails(name: str, line: int, case: Case, tmp_path: Path, monkeypatch):
+    with mutants.without(_attention_hopper_wide, line, tmp_path) as mutant, mutants.fails(True):
+        monkeypatch.setattr(attention_hopper_backward, "wide_consumer", mutant.wide_consumer)
+        for seed in range(6):
+            check(case, seed)
 
 
 # Bytes of spills with triton 3.6, most of them around the loops; they may only shrink. The form that was measured had 128 and 108
@@ -328,15 +347,22 @@ OTHERS = [
         ({"softcap": 30.0, "window": (1023, 0)}, True, {128: 244, 256: 320}),
     )
 ]
+LATENT = replace(WIDE, kv_heads=32, head_dim=192, v_dim=128)
+OTHERS += [
+    (replace(LATENT, **change), packed, 0)
+    for change in ({}, {"causal": False, "dtype": FP16}, {"window": (127, 20), "sinks": True}, {"softcap": 30.0})
+    for packed in (False, True)
+]
 
 
 def compiled(case: Case, packed: bool, *need: bool) -> list:
     q, k, v = case.inputs("meta")
+    out = q.new_empty(*q.shape[:3], v.shape[-1])
     lse = torch.empty(case.batch, case.heads, case.seq, dtype=torch.float32, device="meta")
     cu_seqlens = torch.empty(17, dtype=INT32, device="meta")
     with aot.compile_only(HOPPER) as kernels:
         attention_hopper_backward.launch(
-            q, k, v, q, lse, q, case.sink_logits("meta"), (cu_seqlens, cu_seqlens) if packed else None, *case.bounds, 0.1,
+            q, k, v, out, lse, out, case.sink_logits("meta"), (cu_seqlens, cu_seqlens) if packed else None, *case.bounds, 0.1,
             case.softcap, *need,
         )  # fmt: skip
     return kernels
@@ -356,11 +382,12 @@ def test_machine_code(case: Case, packed: bool, spills: int):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("softcap", [0.0, 30.0])
 @pytest.mark.parametrize("need", list(itertools.product((False, True), repeat=3))[1:-1], ids=str)
 def test_machine_code_of_what_is_needed(head_dim: int, softcap: float, need: tuple[bool, ...]):
-    kernels = compiled(replace(WIDE, head_dim=head_dim, softcap=softcap), False, *need)
+    parts, v_dim = (2, 128) if head_dim == 192 else (1, head_dim)  # of q and k
+    kernels = compiled(replace(WIDE, head_dim=head_dim, v_dim=v_dim, softcap=softcap), False, *need)
     spills = {128: 92, 256: 108}.get(head_dim, 0) if softcap and need == (False, True, True) else 0
     assert aot.problems(kernels, HOPPER, wgmma=True, max_spill_bytes=aot.spills(spills)) == []
     code = aot.sass(kernels[1])
@@ -370,10 +397,9 @@ def test_machine_code_of_what_is_needed(head_dim: int, softcap: float, need: tup
     assert bool(re.search(r"\bUTMAREDG\b", code)) == (need[0] and head_dim == 128)
     assert bool(re.search(r"\bREDG?\.E\.ADD\.F32", code)) == (need[0] and head_dim != 128)
     # 64 rows by 16 of what is summed over, of each consumer: S of the first block, then S, and what is needed alone.
-    s, gradient = head_dim // 16, 4
-    per_block = s + need[0] * (2 * gradient if head_dim < 256 else gradient) + (need[1] + need[2]) * gradient
+    s, dp = head_dim // 16, v_dim // 16
+    per_block = s + need[0] * 4 * (2 if head_dim <= 128 else parts) + need[1] * 4 * parts + need[2] * 4
     if any(need[:2]):
-        per_block += s  # dP; ptxas drops most of it elsewhere
-        assert code.count("HGMMA") == 2 * (s + per_block)
-    else:
-        assert code.count("HGMMA") <= 2 * (2 * s + per_block)
+        assert code.count("HGMMA") == 2 * (s + per_block + dp)
+    else:  # nobody uses dP, most of which ptxas drops
+        assert code.count("HGMMA") <= 2 * (s + per_block + dp)
