@@ -350,8 +350,9 @@ def launch(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """grad_q, grad_k, grad_v and, where there are sinks, grad_sinks; None for each that is not needed.
 
-    Arguments as attention_hopper.launch takes and gives them; last axes dense. cu_seqlens: boundaries of packed queries and keys,
-    int32 `segments+1`, never read on the host. Rows that see nothing (lse -inf) give and get zeros, and so do tokens past the
+    Arguments as attention_hopper.launch takes and gives them: q, k, v and grad_out with rows that TMA takes (_launch.tma_ready),
+    out with a dense last axis, lse contiguous. cu_seqlens: boundaries of packed queries and keys, int32 `segments+1`, never read
+    on the host. Rows that see nothing (lse -inf) give and get zeros, and so do tokens past the
     last boundary; boundaries that decrease or pass the tokens give NaN.
     """
     batch, seq, heads, head_dim = q.shape

@@ -12,6 +12,7 @@ import mutants
 import pytest
 import torch
 from test_attention_hopper import BF16, FP16, HOPPER, Case, machine_code
+from test_attention_hopper import later as slow
 from torch import Tensor
 
 from fusedblock.interpret import count_traffic, interpret
@@ -73,10 +74,6 @@ def check(case: Case, seed: int, module=attention_hopper_backward) -> None:
     assert (grad_sinks is None) == (not case.sinks)
     if case.sinks:
         torch.testing.assert_close(grad_sinks, expected[3].float(), rtol=1e-5, atol=1e-5)
-
-
-def slow(case: tuple[object, ...]):
-    return pytest.param(*case, marks=pytest.mark.slow)
 
 
 QUICK = [
