@@ -24,12 +24,13 @@ from fusedblock.metering.report import table
 from fusedblock.metering.timing import CpuTimer, default_timer, input_sets
 
 from . import ahead, rows
-from .attention_forms import FORMS, Form
+from .attention_forms import FORMS, Form, within
 from .attention_problem import Inputs, Problem, make_inputs, plain
 from .engine import Candidate, Case, Settings, reason, run
 from .rows import Row
 
 FORWARD, BACKWARD = "attention forward", "attention backward"
+OURS = ("fusedblock", "fusedblock, portable")
 BACKENDS = ("sdpa, cudnn", "sdpa, flash", "sdpa, efficient")
 DOCUMENTS = (2048, 512, 8192, 96, 3072, 1277, 639, 4096, 256, 801, 6144, 128, 2560, 1024, 384, 1539)
 
@@ -52,29 +53,29 @@ class Group:
 
 def groups(dry: bool) -> list[Group]:
     """In the order of their worth: what a short budget cuts off comes last."""
-    core = (*BACKENDS, "fa4", "fusedblock")
+    core = (*BACKENDS, "fa4", *OURS)
     made = [
-        Group("causal", Problem(2, 8192), (*BACKENDS, "flex", "fa4", "fusedblock"), quick=True),
+        Group("causal", Problem(2, 8192), (*BACKENDS, "flex", "fa4", *OURS), quick=True),
         Group("causal", Problem(8, 2048), core, quick=True, ahead=False),
         Group("causal", Problem(4, 4096), core, ahead=False),
         Group("causal", Problem(1, 16384), core, ahead=False),
-        Group("window 128", Problem(2, 8192, left=127), ("sdpa, mask", "varlen_attn", "flex", "fa4", "fusedblock"), quick=True),
+        Group("window 128", Problem(2, 8192, left=127), ("sdpa, mask", "varlen_attn", "flex", "fa4", *OURS), quick=True),
         Group("16 documents", Problem(1, 32768, documents=DOCUMENTS),
-              ("sdpa, padded", "varlen_attn", "flex", "fa4", "fusedblock"), quick=True),
+              ("sdpa, padded", "varlen_attn", "flex", "fa4", *OURS), quick=True),
         Group("block map", Problem(1, 65536, heads=8, causal=False, block_map=True), ("flex", "fusedblock")),
         Group("window 128 and sinks", Problem(2, 8192, heads=64, head_dim=64, left=127, sinks=True),
-              ("flex", "fa4", "fusedblock")),
-        Group("softcap 50", Problem(4, 4096, softcap=50.0), ("flex", "fa4", "fusedblock")),
+              ("flex", "fa4", *OURS)),
+        Group("softcap 50", Problem(4, 4096, softcap=50.0), ("flex", "fa4", *OURS)),
         Group("bias", Problem(4, 2048, causal=False, bias=True), ("sdpa, mask", "flex", "fusedblock")),
         Group("causal", Problem(1, 8192, heads=16, head_dim=512), ("sdpa, efficient", "sdpa, formula", "fusedblock")),
+        *(Group("full beside three steps", Problem(1, seq, causal=False), (*BACKENDS[:2], "standard", "fusedblock"),
+                inference=True, ahead=False) for seq in (512, 2048, 8192, 32768)),
         Group("full", Problem(2, 8192, causal=False), core),
         Group("causal", Problem(4, 4096, head_dim=64), core),
         Group("causal", Problem(4, 4096, heads=16, kv_heads=16, head_dim=256), core),
-        *(Group("causal", Problem(32768 // seq, seq), (*BACKENDS, "fusedblock"), inference=True) for seq in (64, 128, 256)),
+        *(Group("causal", Problem(32768 // seq, seq), (*BACKENDS, *OURS), inference=True) for seq in (64, 128, 256)),
         Group("paged decode", Problem(64, 1, context=8192, page=64),
               ("sdpa, cudnn", "sdpa, flash", "fusedblock, contiguous bf16", "fusedblock"), inference=True, quick=True),
-        *(Group("full beside three steps", Problem(1, seq, causal=False), (*BACKENDS[:2], "standard", "fusedblock"),
-                inference=True, ahead=False) for seq in (512, 2048, 8192, 32768)),
         Group("fp8", Problem(2, 8192, fp8=True), ("fusedblock, contiguous bf16", "fusedblock"), inference=True),
         Group("prefix", Problem(2, 8192, prefix=(2048, 4096)), ("sdpa, mask", "flex", "fusedblock")),
         Group("ALiBi", Problem(4, 4096, alibi=True), ("flex", "fusedblock")),
@@ -102,7 +103,8 @@ def _case(group: Group, backward: bool, dry: bool, device: torch.device) -> Case
 
     def build(name: str) -> Candidate:
         form = FORMS[name](p, inputs()[0], not dry)
-        return Candidate([(_backward if backward else _forward)(form, given) for given in inputs()])
+        made = _backward if backward else _forward
+        return Candidate([within(name, made(form, given), device) for given in inputs()])
 
     return Case(
         BACKWARD if backward else FORWARD, group.name, {name: partial(build, name) for name in group.peers},
@@ -151,7 +153,7 @@ def main(args: argparse.Namespace) -> int:
     stamp = rows.Stamp.now(str(device))
     settings = Settings(
         stamp, device,
-        seconds=2.0 if args.quick else 4.0, rounds=3 if args.dry else 15 if args.quick else 30,
+        seconds=2.0 if args.quick else 2.5, rounds=3 if args.dry else 15 if args.quick else 20,
         deadline=started + args.budget, timer=CpuTimer if args.dry else default_timer,
         log=lambda line: print(line, file=sys.stderr, flush=True),
     )  # fmt: skip
@@ -218,12 +220,13 @@ CUDNN = {FORWARD: 0.80, BACKWARD: 0.75}  # at causal, head_dim 128, 2048 tokens 
 
 
 def targets(found: Sequence[Row]) -> list[dict[str, Any]]:
-    """Of fusedblock's rows: what, measured (a peer's time over ours), limit (at least; None: only reported)."""
+    """Of fusedblock's rows, by the kernels it chooses and by the portable ones: what, measured (a peer's time over ours), limit (at
+    least; None: only reported)."""
     made: list[dict[str, Any]] = []
     for row in found:
-        if row.impl != "fusedblock" or row.ms is None:
+        if row.impl not in OURS or row.ms is None:
             continue
-        peers = {r.impl: r.ms for r in found if (r.bench, r.case) == (row.bench, row.case) and r.ms and r.impl != row.impl}
+        peers = {r.impl: r.ms for r in found if (r.bench, r.case) == (row.bench, row.case) and r.ms and r.impl not in OURS}
         label, _, size = row.case.partition(", ")
         for name in ("sdpa, cudnn", "fa4"):
             if name in peers:
@@ -240,7 +243,9 @@ def targets(found: Sequence[Row]) -> list[dict[str, Any]]:
 
 def _target(row: Row, peer: str, ms: float, limit: float | None) -> dict[str, Any]:
     assert row.ms is not None
-    return {"what": f"{row.bench}, {row.case}: {peer}", "measured": round(ms / row.ms, 3), "limit": limit}
+    kernels = row.impl.partition(", ")[2]
+    what = f"{row.bench}, {row.case}{f', {kernels}' if kernels else ''}: {peer}"
+    return {"what": what, "measured": round(ms / row.ms, 3), "limit": limit}
 
 
 def targets_text(found: Sequence[dict[str, Any]]) -> str:

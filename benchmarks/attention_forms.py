@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fusedblock
+from fusedblock.kernels._attention_skeleton import forced
 
 from .attention_problem import BLOCK, Inputs, Problem
 
@@ -225,7 +226,20 @@ FORMS: dict[str, Callable[[Problem, Inputs, bool], Form]] = {
     "fa4": fa4,
     "standard": standard,
     "fusedblock": ours,
+    "fusedblock, portable": ours,  # inside `within`
     "fusedblock, contiguous bf16": partial(ours, contiguous=True),
 }
 # Those that compile something for every case, which `ahead` does in many processes at once.
-COMPILED = ("fusedblock", "fusedblock, contiguous bf16", "flex", "fa4")
+COMPILED = ("fusedblock", "fusedblock, portable", "fusedblock, contiguous bf16", "flex", "fa4")
+
+
+def within(name: str, call: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
+    """A call, forward or backward, as the form of this name is to be run."""
+    if name != "fusedblock, portable":
+        return call
+
+    def run() -> Any:
+        with forced("portable", device):
+            return call()
+
+    return run
