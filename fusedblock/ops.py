@@ -55,7 +55,12 @@ def batch_invariant() -> bool:
     return current().batch_invariant
 
 
-_target.batch_invariant = batch_invariant
+@torch.compiler.assume_constant_result
+def deterministic() -> bool:
+    return current().deterministic or torch.are_deterministic_algorithms_enabled()
+
+
+_target.batch_invariant, _target.deterministic = batch_invariant, deterministic
 _LIBRARY = torch.library.Library("fusedblock", "DEF")
 OPS: dict[str, Op] = {}
 # Op name -> its launches and their costs for given arguments; holds the composite ops of blocks/ too.
