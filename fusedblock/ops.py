@@ -44,9 +44,9 @@ from fusedblock.options import current, under
 
 __all__ = [
     "COSTS", "OPS", "Choice", "Composite", "DecodeProblem", "Fixed", "ShapeError", "Target", "attention_args", "call_attention",
-    "choose", "batch_invariant", "decode_launches", "define", "define_composite", "direct", "dispatched", "empty", "fits_slots",
-    "gated_mlp", "layer_norm", "linear", "normalise_mask", "plain_activate", "plain_mlp", "refuse_gradients", "qkv_rope",
-    "rms_norm", "rope", "store_slots", "target_of", "wants_grad",
+    "choose", "batch_invariant", "decode_launches", "define", "define_composite", "deterministic", "direct", "dispatched",
+    "empty", "fits_slots", "gated_mlp", "layer_norm", "linear", "normalise_mask", "plain_activate", "plain_mlp",
+    "refuse_gradients", "qkv_rope", "rms_norm", "rope", "store_slots", "target_of", "wants_grad",
 ]  # fmt: skip
 
 
@@ -57,10 +57,11 @@ def batch_invariant() -> bool:
 
 @torch.compiler.assume_constant_result
 def deterministic() -> bool:
+    """By our option or by torch's. An argument of the ops that it matters to: a compiled backward runs under nobody's options."""
     return current().deterministic or torch.are_deterministic_algorithms_enabled()
 
 
-_target.batch_invariant, _target.deterministic = batch_invariant, deterministic
+_target.batch_invariant = batch_invariant
 _LIBRARY = torch.library.Library("fusedblock", "DEF")
 OPS: dict[str, Op] = {}
 # Op name -> its launches and their costs for given arguments; holds the composite ops of blocks/ too.
@@ -450,7 +451,7 @@ def attention_args(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tenso
     """Arguments of the ops attention and decode_attention, in order, where nothing else is given. mask: see normalise_mask."""
     known = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "sinks": sinks, "cu_seqlens_q": cu_seqlens_q,
              "cu_seqlens_k": cu_seqlens_k}  # fmt: skip
-    return (*(known.get(name) for name in _READS), left, right, softcap, scale, 0.0)
+    return (*(known.get(name) for name in _READS), left, right, softcap, scale, 0.0, deterministic())
 
 
 def call_attention(op: str, args: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

@@ -6,9 +6,8 @@ out and lse, so that either backward follows either forward.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,8 +30,13 @@ CROSSOVERS: dict[str, tuple[tuple[int, int, int], ...]] = {
 }
 
 # Options of the op that no Hopper kernel takes, and those that only the forward takes.
-_REFUSED = ("mask", "bias", "alibi_slopes", "block_map", "prefix_lens", "block_table", "q_scale", "k_scale", "v_scale", "dropout_p")
+_REFUSED = ("mask", "bias", "alibi_slopes", "block_map", "prefix_lens", "block_table", "q_scale", "k_scale", "v_scale",
+            "dropout_p")  # fmt: skip
 _FORWARD_ONLY = ("seqused_k", "softcap")
+
+
+# Beside a call's arguments: no Gluon kernels, as _hopper_check.py says just now.
+PORTABLE = {"portable": True}
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ def _refusal(target: Target, dtype: torch.dtype, head_dim: int, v_dim: int, back
         return why, "where their self-test passes" if target.broken else "with triton 3.6 to 3.9"
     if target.batch_invariant:
         return "batch_invariant: a row's bits must not tell its kernel", "without batch_invariant"
-    if backward and target.deterministic:
+    if "deterministic" in options:
         return "deterministic: they add to grad_q in any order", "without deterministic"
     if "some" in options:
         return "not all of grad_q, grad_k and grad_v are wanted", "with all three gradients"
@@ -80,8 +84,9 @@ def skeleton(
     """What runs a call's forward or its backward.
 
     queries and keys of a sequence, as CROSSOVERS counts them. options: names of the op's arguments that are given (softcap and
-    dropout_p: that are not 0), and "some" where not all of the gradients of q, k, v are wanted. rows: what keeps TMA from the
-    tensors, asked last. interpreted: the kernels run on a CPU, where a model of the SM takes its time.
+    dropout_p: that are not 0), for a backward also "deterministic", and "some" where not all of the gradients of q, k, v are
+    wanted. rows: what keeps TMA from the tensors, asked last. interpreted: the kernels run on a CPU, where a model of the SM
+    takes its time.
     Pure: equal arguments give an equal choice.
     """
     why, changes = _refusal(target, dtype, head_dim, v_dim, backward, options, rows)
@@ -108,9 +113,14 @@ def skeleton_of(args: Args, backward: bool = False) -> Skeleton:
     """The same for the arguments of the op attention or attention_backward, which have been checked."""
     q, k, v = args["q"], args["k"], args["v"]
     target = target_of(q.device)
+    if "portable" in args and not target.broken:
+        target = replace(target, broken="they are not tested yet, and a CUDA graph is captured")
     options = {n for n in (*_REFUSED, *_FORWARD_ONLY) if n in args and args[n] is not None and not _zero(args[n])}
-    if backward and not (args["need_q"] and args["need_k"] and args["need_v"]):
-        options.add("some")
+    if backward:
+        if args["deterministic"]:
+            options.add("deterministic")
+        if not (args["need_q"] and args["need_k"] and args["need_v"]):
+            options.add("some")
     seq, context = q.shape[1], k.shape[1]
     if args["cu_seqlens_q"] is not None:
         sequences = max(args["cu_seqlens_q"].shape[0] - 1, 1)

@@ -1,7 +1,7 @@
 """Which program of the persistent Hopper attention does which tile of BLOCK_M queries, as a table it follows down a column.
 
 Equal lengths are known to the host, which makes the table once and keeps it. Packed sequences and lengths that the device alone
-knows are planned there, before every launch; so are equal lengths that a CUDA graph meets first, as nothing may be copied into it.
+knows are planned there, before every launch; so are equal lengths that a CUDA graph meets first: nothing may be copied into it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import _attention_tiles as tiles
 from ._gluon import gl, gluon, ragged_rows
 from ._lang import cdiv, tl, triton
 from ._launch import capturing, constant, keep_for_graphs
@@ -142,8 +141,8 @@ def _order_kernel(
     plan, used, table, left, right, SLOTS, SEQ, CONTEXT, KEY_STEP, HEADS, SECTION, PROGRAMS, TURNS,
     FIELDS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One program writes the entries of N slots of one head. Slots that have no tile rank after those that have one, and there are
-    as many of them as it takes to say in every entry of a section's TURNS that there is none."""
+    """One program writes the entries of N slots of one head. Slots without a tile rank after those with one, and there are as
+    many of them as it takes to say in every entry of a section's TURNS that there is none."""
     slot = tl.program_id(0) * N + tl.arange(0, N)
     head = tl.program_id(1)
     sequence, row, blocks, keys = _blocks(plan, slot, used, left, right, SLOTS, SEQ, CONTEXT, BM, BN)
@@ -191,10 +190,12 @@ def plan_shape(slots: int, heads: int, section: int, sms: int) -> tuple[int, int
     return cdiv(heads, section) * cdiv(slots * section, programs) + 1, programs
 
 
-def order(planned: Tensor | None, used: Tensor | None, bounds: Bounds, heads: int, section: int, table: Tensor, batch: int) -> None:
-    """Fill table "rounds programs [fields]", int32 and of plan_shape, on the device without reading a length. Fields: head (-1: no
-    tile), first row of the tile, first query of its sequence, queries, first key, keys (-1 where the boundaries are impossible);
-    without fields as schedule() has it, for heads that are sequences.
+def order(
+    planned: Tensor | None, used: Tensor | None, bounds: Bounds, heads: int, section: int, table: Tensor, batch: int
+) -> None:
+    """Fill table "rounds programs [fields]", int32 and of plan_shape, on the device without reading a length. Fields: head (-1:
+    no tile), first row of the tile, first query of its sequence, queries, first key, keys (-1 where the boundaries are
+    impossible); without fields as schedule() has it, for heads that are sequences.
 
     planned: what tiles.schedule made of packed sequences in tiles of BLOCK_M; without it `batch` sequences of bounds.seq queries,
     whose keys are as many as used says, or all. used may not be given with planned.

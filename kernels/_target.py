@@ -21,7 +21,6 @@ class Target:
     smem_bytes: int  # per program, after opt-in
     l2_bytes: int
     batch_invariant: bool = False  # choose nothing by the number of rows: see fusedblock.options
-    deterministic: bool = False  # likewise, and nothing that adds to memory in any order
     skeleton: str = ""  # "portable" or "hopper": attention's, wherever it can run; "": by the table of _attention_choice.py
     broken: str = ""  # why no Gluon kernel may run here: a failed self-test
 
@@ -51,9 +50,8 @@ TARGETS = {
 }
 
 _override: list[Target] = []
-# Whether these are asked for here and now. Set by ops.py: options are a matter of the layers above.
+# Whether batch_invariant is asked for here and now. Set by ops.py: options are a matter of the layers above.
 batch_invariant: Callable[[], bool] = lambda: False
-deterministic: Callable[[], bool] = lambda: False
 failures: dict[int, str] = {}  # CUDA device -> Target.broken, for the life of the process: see _hopper_check.py
 
 
@@ -98,6 +96,4 @@ def target_of(device: torch.device) -> Target:
             target = _changed(target, broken=failures[index])
     else:
         target = TARGETS["sm_90"]
-    if batch_invariant():
-        target = _changed(target, batch_invariant=True)
-    return _changed(target, deterministic=True) if deterministic() else target
+    return _changed(target, batch_invariant=True) if batch_invariant() else target

@@ -37,8 +37,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._attention_hopper_parts import _finish_kernel, _prepare_kernel, _sinks_kernel, at_edge, bounds, masked, walk
-from ._attention_tiles import COLUMNS, LOG2E, schedule, schedule_slots
+from . import attention_hopper
+from ._attention_hopper_parts import (
+    ROWS,
+    _finish_kernel,
+    _prepare_kernel,
+    _sinks_kernel,
+    at_edge,
+    bounds,
+    buffer_axes,
+    masked,
+    walk,
+)
+from ._attention_tiles import LOG2E, schedule
 from ._gluon import (
     add_four,
     allocate_barriers,
@@ -59,8 +70,8 @@ from ._hopper_schedule import corner_of
 from ._lang import cdiv
 from ._launch import launch as _launch
 from ._launch import on_device
+from ._target import Target
 
-ROWS = 64  # queries of a tile, and keys of a consumer
 STAGES = 2
 
 
@@ -410,33 +421,48 @@ def _products_kernel(
         )  # fmt: skip
 
 
+def unfit(target: Target, dtype: torch.dtype, head_dim: int, v_dim: int) -> str:
+    """Why these kernels cannot take rows of these columns on target, or "" where they can."""
+    return attention_hopper.unfit(target, dtype, head_dim, v_dim)
+
+
 def launch(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, sinks: Tensor | None,
     cu_seqlens: tuple[Tensor, Tensor] | None, left: int, right: int, scale: float,
+    grads: tuple[Tensor, Tensor, Tensor, Tensor | None] | None = None, buffers: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """grad_q, grad_k, grad_v and, where there are sinks, grad_sinks.
 
     Arguments as attention_hopper.launch takes and gives them; last axes dense. cu_seqlens: boundaries of packed queries and keys,
     int32 `segments+1`, never read on the host. Rows that see nothing (lse -inf) give and get zeros, and so do tokens past the
-    last boundary; boundaries that decrease or pass the tokens give NaN.
+    last boundary; boundaries that decrease or pass the tokens give NaN. grads: where the results go; buffers: of buffer_axes,
+    "stats_numbers" and "sums_rows sums_columns" in fp32, and with cu_seqlens "q_slots columns" and "k_slots columns" in int32;
+    both made here if None.
     """
     batch, seq, heads, head_dim = q.shape
     context, kv_heads = k.shape[1:3]
     keys = ROWS if head_dim == 256 else 2 * ROWS
+    if grads is None:
+        made = [torch.empty(t.shape, dtype=q.dtype, device=q.device) for t in (q, k, v)]
+        grads = made[0], made[1], made[2], None if sinks is None else torch.empty_like(sinks)
+    if buffers is None:
+        sizes = {"batch": batch, "heads": heads, "seq": seq, "k_len": context, "head_dim": head_dim,
+                 "sequences": 0 if cu_seqlens is None else cu_seqlens[0].shape[0] - 1}  # fmt: skip
+        n = buffer_axes(sizes, cu_seqlens is not None)
+        tables = [(n["q_slots"], n["columns"]), (n["k_slots"], n["columns"])] if cu_seqlens is not None else []
+        buffers = (torch.empty(n["stats_numbers"], dtype=torch.float32, device=q.device),
+                   torch.empty(n["sums_rows"], n["sums_columns"], dtype=torch.float32, device=q.device),
+                   *(torch.empty(shape, dtype=torch.int32, device=q.device) for shape in tables))  # fmt: skip
+    grad_q, grad_k, grad_v, grad_sinks = grads
+    stats, sums, *plans = buffers
+    q_plan, k_plan = plans or (None, None)
     tiles, key_tiles = cdiv(seq, ROWS), cdiv(context, keys)
-    q_plan = k_plan = None
-    if cu_seqlens is not None:
-        segments = cu_seqlens[0].shape[0] - 1
-        tiles, key_tiles = schedule_slots(seq, segments, ROWS), schedule_slots(context, segments, keys)
-        q_plan, k_plan = (torch.empty(n, COLUMNS, dtype=torch.int32, device=q.device) for n in (tiles, key_tiles))
+    if q_plan is not None and k_plan is not None:
+        tiles, key_tiles = q_plan.shape[0], k_plan.shape[0]
     every = batch * heads * tiles
     direct = head_dim != 128
     # H200, 2026-11-29: kv heads of a chunk; more at once lose at 8k and beyond.
     chunk = 16 if head_dim == 64 else 8 if seq <= 4096 else 4
-    grads = [torch.empty(t.shape, dtype=q.dtype, device=q.device) for t in (q, k, v)]
-    grad_sinks = None if sinks is None else torch.empty_like(sinks)
-    stats = torch.empty(every * 2 * ROWS, dtype=torch.float32, device=q.device)
-    sums = torch.empty(every * ROWS * head_dim // 256, 256, dtype=torch.float32, device=q.device)
     shape = (seq, heads, tiles)
     options: dict[str, Any] = {"D": head_dim, "num_warps": 4}
     blank = cu_seqlens is not None or (right >= 0 and context < seq)
@@ -453,14 +479,14 @@ def launch(
         )  # fmt: skip
         loads = [descriptor(t, [1, ROWS, 1, head_dim], ragged=ragged) for t in (q, k, v, grad_out)]
         flat = descriptor(stats, [2 * ROWS], swizzle=False), descriptor(sums, [head_dim // 8, 256], swizzle=False)
-        stores = [descriptor(t, [1, ROWS, 1, head_dim], ragged=ragged) for t in grads[1:]]
+        stores = [descriptor(t, [1, ROWS, 1, head_dim], ragged=ragged) for t in (grad_k, grad_v)]
         _launch(
             _products_kernel, (batch * kv_heads * key_tiles,),
             (*loads, *flat, *stores, sums, k_plan, scale, scale * LOG2E, seq, context, left, right, tiles, key_tiles, kv_heads,
              heads // kv_heads, chunk, batch * kv_heads),
             {"STAGES": STAGES, "LEFT": left >= 0, "RIGHT": min(right + 1, 2), "DIRECT": direct, **options, "maxnreg": 168},
         )  # fmt: skip
-        _launch(_finish_kernel, (every,), (sums, grads[0], q_plan, scale, *shape), options)
+        _launch(_finish_kernel, (every,), (sums, grad_q, q_plan, scale, *shape), options)
         if sinks is not None:
             _launch(_sinks_kernel, (heads,), (stats, sinks, grad_sinks, batch, heads, tiles), {"N": 16, "num_warps": 4})
-    return grads[0], grads[1], grads[2], grad_sinks
+    return grads

@@ -147,9 +147,10 @@ def columns(lengths: list[int], heads: int, section: int, programs: int, left: i
     rounds, programs = _hopper_schedule.plan_shape(slots, heads, section, programs)
     planned = torch.empty(slots, 6, dtype=torch.int32)
     table = torch.full((rounds, programs, _hopper_schedule.FIELDS), 99, dtype=torch.int32)
+    seen = _hopper_schedule.Bounds(left, right, 128, tokens, 0, tokens)
     with interpret():
         _attention_tiles.schedule(cu, cu, None, tokens, tokens, 128, planned)
-        _hopper_schedule.order(planned, None, _hopper_schedule.Bounds(left, right, 128, tokens, 0, tokens), heads, section, table, 1)
+        _hopper_schedule.order(planned, None, seen, heads, section, table, 1)
     assert (table[-1, :, 0] == -1).all() and (table[..., 0] < heads).all()
     return [[row for row in column if row[0] >= 0] for column in table[..., :6].transpose(0, 1).tolist()]
 
