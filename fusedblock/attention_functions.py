@@ -17,6 +17,7 @@ from fusedblock import debug
 from fusedblock.kernels import _attention as shared
 from fusedblock.kernels import _attention_reference as plain
 from fusedblock.kernels._attention_choice import Choice, choose, why_tiles
+from fusedblock.kernels._attention_skeleton import skeleton_of
 from fusedblock.kernels._launch import runs_kernels
 from fusedblock.kernels._spec import FP8
 from fusedblock.kernels.attention import SPEC as ATTENTION
@@ -158,7 +159,8 @@ def attention(
 
 
 def explain_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Choice:
-    """Which op `attention` takes for these arguments, and why; nothing is computed. Tensors may be on the meta device.
+    """Which op `attention` takes for these arguments, which kernels run it, and why; nothing is computed. Tensors may be on the
+    meta device.
 
     Takes the arguments of `attention` and raises as it does. Print the result, or read its op, why and changes.
     """
@@ -168,8 +170,10 @@ def explain_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Choice
     call = _call("attention", **_typed("attention", {"q": q, "k": k, "v": v, **given}))
     a = call.args
     _sizes(a)
+    needs = {f"need_{n}": a[n].requires_grad for n in "qkv"}
+    backward = skeleton_of({**a, **needs}, backward=True) if call.training else None
     return choose(seq=call.seq, group=a["q"].shape[2] // a["k"].shape[2], target=target_of(q.device), dtype=q.dtype,
-                  masked=a["mask"] is not None, **call.facts)  # fmt: skip
+                  masked=a["mask"] is not None, forward=skeleton_of(a), backward=backward, **call.facts)  # fmt: skip
 
 
 _FLASH_NAMES = {"scale": "softmax_scale", "window": "window_size", "seqused_k": "cu_seqlens_k"}

@@ -31,6 +31,7 @@ from fusedblock.kernels import rope as _rope
 from fusedblock.kernels._attention import READS as _READS
 from fusedblock.kernels._attention import normalise_mask
 from fusedblock.kernels._attention_choice import Choice, choose
+from fusedblock.kernels._attention_skeleton import Skeleton, skeleton
 from fusedblock.kernels._launch import replays, runs_kernels
 from fusedblock.kernels._math import plain_activate
 from fusedblock.kernels._replay import Fixed, replayed
@@ -43,10 +44,10 @@ from fusedblock.kernels.static_cache import store as store_slots
 from fusedblock.options import current, under
 
 __all__ = [
-    "COSTS", "OPS", "Choice", "Composite", "DecodeProblem", "Fixed", "ShapeError", "Target", "attention_args", "call_attention",
-    "choose", "batch_invariant", "decode_launches", "define", "define_composite", "deterministic", "direct", "dispatched",
-    "empty", "fits_slots", "gated_mlp", "layer_norm", "linear", "normalise_mask", "plain_activate", "plain_mlp",
-    "refuse_gradients", "qkv_rope", "rms_norm", "rope", "store_slots", "target_of", "wants_grad",
+    "COSTS", "OPS", "Choice", "Composite", "DecodeProblem", "Fixed", "ShapeError", "Skeleton", "Target", "attention_args",
+    "call_attention", "choose", "batch_invariant", "decode_launches", "define", "define_composite", "deterministic", "direct",
+    "dispatched", "empty", "fits_slots", "gated_mlp", "layer_norm", "linear", "normalise_mask", "plain_activate", "plain_mlp",
+    "refuse_gradients", "qkv_rope", "rms_norm", "rope", "skeleton", "store_slots", "target_of", "wants_grad",
 ]  # fmt: skip
 
 

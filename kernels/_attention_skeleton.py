@@ -6,7 +6,8 @@ out and lse, so that either backward follows either forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from . import _gluon, attention_hopper, attention_hopper_backward
 from ._lang import cdiv
 from ._launch import current_mode, strides_suit_tma
 from ._spec import Args
-from ._target import Target, target_of
+from ._target import Target, override, target_of
 
 # ---- measured crossovers -----------------------------------------------------------------------------------------------------
 # (columns of q or v at most, least queries, least keys) of a sequence from which on the Hopper kernels are ahead; first row that
@@ -39,9 +40,12 @@ _FORWARD_ONLY = ("seqused_k", "softcap")
 PORTABLE = {"portable": True}
 
 
+_NAMES = {"hopper": "Gluon kernels for Hopper", "portable": "portable Triton kernels"}
+
+
 @dataclass(frozen=True)
 class Skeleton:
-    """name: "hopper" or "portable"; why, and what would change it."""
+    """name: "hopper" or "portable"; why, and what would make it the other, "" where nothing on this GPU would."""
 
     name: str
     why: str
@@ -51,8 +55,13 @@ class Skeleton:
     def hopper(self) -> bool:
         return self.name == "hopper"
 
+    @property
+    def otherwise(self) -> str:
+        return f"{_NAMES['portable' if self.hopper else 'hopper']} {self.changes}"
+
     def __str__(self) -> str:
-        return f"{'Gluon kernels for Hopper' if self.hopper else 'portable Triton kernels'}: {self.why}"
+        return f"{_NAMES[self.name]}: {self.why}"
+
 
 
 def _refusal(target: Target, dtype: torch.dtype, head_dim: int, v_dim: int, backward: bool, options: frozenset[str],
@@ -60,9 +69,9 @@ def _refusal(target: Target, dtype: torch.dtype, head_dim: int, v_dim: int, back
     """Why the Hopper kernels cannot run or must not, and what would change that; empty where they can."""
     kernels = attention_hopper_backward if backward else attention_hopper
     if why := kernels.unfit(target, dtype, head_dim, v_dim):
-        return why, "" if target.capability != 90 else "bfloat16 or float16, and head_dim as they have it"
+        return why, "" if target.capability != 90 else "in bfloat16 or float16, with rows that they take"
     if why := target.broken or _gluon.REASON:
-        return why, "where their self-test passes" if target.broken else "with triton 3.6 to 3.9"
+        return why, "where they can be tested and pass" if target.broken else "with triton 3.6 to 3.9"
     if target.batch_invariant:
         return "batch_invariant: a row's bits must not tell its kernel", "without batch_invariant"
     if "deterministic" in options:
@@ -73,7 +82,7 @@ def _refusal(target: Target, dtype: torch.dtype, head_dim: int, v_dim: int, back
     if found := sorted(options.intersection(refused)):
         return f"{found[0]} is given", f"without {' and '.join(found)}"
     if why := rows():
-        return why, "other strides"
+        return why, "with other strides"
     return "", ""
 
 
@@ -95,7 +104,7 @@ def skeleton(
     if why:
         return Skeleton("portable", why, changes)
     if target.skeleton:
-        return Skeleton(target.skeleton, "asked for", "if it were not asked for")
+        return Skeleton(target.skeleton, "asked for", "where it is asked for")
     if interpreted:
         return Skeleton("portable", "in the interpreter", "on a GPU")
     table = CROSSOVERS["backward" if backward else "forward"]
@@ -106,7 +115,15 @@ def skeleton(
         if n < enough:
             return Skeleton("portable", f"{n} {what} a sequence, where latency decides", f"from {enough} {what} on")
     fewer = [f"fewer than {n} {what}" for n, what in zip(least, ("queries", "keys")) if n > 1]
-    return Skeleton("hopper", "sm_90, a shape and options that they take", " or ".join([*fewer, "a mask, a bias and the like"]))
+    others = " or ".join([*fewer, "a mask, a bias and the like"])
+    return Skeleton("hopper", "sm_90, a shape and options that they take", f"for {others}")
+
+
+@contextmanager
+def forced(name: str, device: torch.device) -> Iterator[None]:
+    """Inside, calls on device run this skeleton wherever it can, in every thread: to compare the two."""
+    with override(replace(target_of(device), skeleton=name)):
+        yield
 
 
 def skeleton_of(args: Args, backward: bool = False) -> Skeleton:

@@ -11,7 +11,7 @@ from attention_cases import HOPPER, Case, by_op, check, results
 from torch import Tensor
 
 import fusedblock
-from fusedblock import ops
+from fusedblock import blocks, ops
 from fusedblock.interpret import count_traffic, interpret
 from fusedblock.kernels import (
     _attention_skeleton,
@@ -362,6 +362,43 @@ def test_success_is_remembered(untested: None, monkeypatch: pytest.MonkeyPatch):
     assert _hopper_check.ready(gpu, backward=True) and len(calls) == 2
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert _hopper_check.ready(gpu)
+
+
+# ---- what is said of it -------------------------------------------------------------------------------------------------------
+
+
+def test_explanations_name_the_kernels_and_what_would_change_them():
+    q, k = rows(2, 2048, 8, 128), rows(2, 2048, 2, 128)
+    choice = fusedblock.explain_attention(q, k, k, causal=True)
+    assert choice.engine == "gluon" and "forward: Gluon kernels for Hopper: sm_90" in choice.why and "backward" not in choice.why
+    assert "forward: portable Triton kernels for fewer than 513 keys or a mask" in choice.changes
+    leaves = [t.requires_grad_() for t in (q, k)]
+    choice = fusedblock.explain_attention(*leaves, k, causal=True, softcap=30.0)
+    assert choice.engine == "gluon" and "backward: portable Triton kernels: softcap is given" in choice.why
+    assert "backward: Gluon kernels for Hopper without softcap" in choice.changes
+    choice = fusedblock.explain_attention(*leaves, k, causal=True, deterministic=True)
+    assert "backward: portable Triton kernels: deterministic" in choice.why
+    choice = fusedblock.explain_attention(q, k, k, mask=rows(2, 2048, dtype=torch.bool))
+    assert choice.engine == "triton" and "mask is given" in choice.why
+    with override(TARGETS["sm_80"]):
+        choice = fusedblock.explain_attention(q, k, k)
+        assert choice.engine == "triton" and "sm_80 is not sm_90" in choice.why and "Hopper" not in choice.changes
+    double = rows(1, 1024, 2, 64, dtype=torch.float64)
+    assert "kernels" not in fusedblock.explain_attention(double, double, double).why
+
+
+def test_plans_name_the_kernels():
+    spec = blocks.BlockSpec(hidden=512, ffn=512, heads=8, kv_heads=2, head_dim=64, scale=0.125, eps=1e-5)
+
+    def attends(**more: object) -> blocks.Launch:
+        usual = {"batch": 1, "seq": 1024, "context": 1024, "dtype": BF16, "training": True, "target": H200}
+        found = blocks.plan(spec, **{**usual, **more})
+        return next(step for step in found.launches if step.op == "attention")
+
+    assert attends().engine == "gluon" and "backward: Gluon" in attends().why and attends().kernels == 1
+    assert "backward: portable Triton kernels: deterministic" in attends(deterministic=True).why
+    assert attends(seq=300, context=300).engine == "triton"
+    assert (attends(packed=True).kernels, attends(packed=True, target=TARGETS["sm_80"]).kernels) == (3, 2)
 
 
 def test_what_is_not_ready_runs_portable(monkeypatch: pytest.MonkeyPatch, launched: list[str]):
