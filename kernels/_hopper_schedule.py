@@ -180,8 +180,8 @@ def _order_kernel(
     if (tl.program_id(0) == 0) & (head == 0):
         last = table + tl.cdiv(HEADS, SECTION) * TURNS * PROGRAMS * FIELDS
         for first in range(0, PROGRAMS, CHUNK):
-            column = first + tl.arange(0, CHUNK)
-            tl.store(last + column * FIELDS, column * 0 - 1, column < PROGRAMS)
+            program = first + tl.arange(0, CHUNK)
+            tl.store(last + program * FIELDS, program * 0 - 1, program < PROGRAMS)
 
 
 def plan_shape(slots: int, heads: int, section: int, sms: int) -> tuple[int, int]:
