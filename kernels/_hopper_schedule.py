@@ -20,6 +20,7 @@ from ._launch import capturing, constant, keep_for_graphs
 from ._launch import launch as _launch
 
 BLOCK_M = 128
+_UNBOUNDED = 2**30  # as good as no bound, and no variant of the kernel: a CUDA graph can only take what is loaded already
 FIELDS = 8  # of an entry of a plan, six of them in use: 32 bytes, which a load brings into the L1 together
 
 
@@ -127,12 +128,8 @@ def _blocks(plan, slot, used, left, right, SLOTS, SEQ, CONTEXT, BM: tl.constexpr
         segment = tl.where((keys < 0) | (keys > CONTEXT), -1, segment)
     keys = tl.where(segment < 0, 0, keys)
     first = row + keys - rows
-    begin = tl.zeros_like(row)
-    end = tl.cdiv(keys, BN)
-    if left is not None:
-        begin = tl.maximum(first - left, 0) // BN
-    if right is not None:
-        end = tl.minimum(end, tl.cdiv(tl.maximum(first + BM + right, 0), BN))
+    begin = tl.maximum(first - left, 0) // BN
+    end = tl.minimum(tl.cdiv(keys, BN), tl.cdiv(tl.maximum(first + BM + right, 0), BN))
     return sequence, row, tl.where(row < rows, tl.maximum(end - begin, 1), 0), tl.where(segment < 0, -1, keys)
 
 
@@ -214,8 +211,8 @@ def order(
     n = 32
     _launch(
         _order_kernel, (cdiv(max(slots, cdiv(turns * programs, least)), n), heads),
-        (planned, used, table, bounds.left if bounds.left >= 0 else None, bounds.right if bounds.right >= 0 else None, slots,
-         bounds.seq, bounds.context, bounds.key_step, heads, section, programs, turns),
+        (planned, used, table, *(n if n >= 0 else _UNBOUNDED for n in bounds[:2]), slots, bounds.seq, bounds.context,
+         bounds.key_step, heads, section, programs, turns),
         {"FIELDS": table.shape[2] if table.dim() == 3 else 1, "BM": BLOCK_M, "BN": bounds.block_n, "N": n, "CHUNK": 128,
          "num_warps": 4},
     )  # fmt: skip
