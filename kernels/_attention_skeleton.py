@@ -6,15 +6,14 @@ out and lse, so that either backward follows either forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import _attention as shared
 from . import _gluon, attention_hopper, attention_hopper_backward
 from ._lang import cdiv
 from ._launch import current_mode, strides_suit_tma
@@ -65,7 +64,7 @@ class Skeleton:
 
 
 def _refusal(target: Target, dtype: torch.dtype, head_dim: int, v_dim: int, backward: bool, options: frozenset[str],
-             rows: Callable[[], str]) -> tuple[str, str]:  # fmt: skip
+             rows: str) -> tuple[str, str]:  # fmt: skip
     """Why the Hopper kernels cannot run or must not, and what would change that; empty where they can."""
     kernels = attention_hopper_backward if backward else attention_hopper
     if why := kernels.unfit(target, dtype, head_dim, v_dim):
@@ -81,20 +80,20 @@ def _refusal(target: Target, dtype: torch.dtype, head_dim: int, v_dim: int, back
     refused = (*_REFUSED, *_FORWARD_ONLY) if backward else _REFUSED
     if found := sorted(options.intersection(refused)):
         return f"{found[0]} is given", f"without {' and '.join(found)}"
-    if why := rows():
-        return why, "with other strides"
+    if rows:
+        return rows, "with other strides"
     return "", ""
 
 
 def skeleton(
     *, target: Target, dtype: torch.dtype, head_dim: int, v_dim: int, queries: int, keys: int, backward: bool = False,
-    options: frozenset[str] = frozenset(), rows: Callable[[], str] = lambda: "", interpreted: bool = False,
+    options: frozenset[str] = frozenset(), rows: str = "", interpreted: bool = False,
 ) -> Skeleton:  # fmt: skip
     """What runs a call's forward or its backward.
 
     queries and keys of a sequence, as CROSSOVERS counts them. options: names of the op's arguments that are given (softcap and
     dropout_p: that are not 0), for a backward also "deterministic", and "some" where not all of the gradients of q, k, v are
-    wanted. rows: what keeps TMA from the tensors, asked last. interpreted: the kernels run on a CPU, where a model of the SM
+    wanted. rows: what keeps TMA from the tensors. interpreted: the kernels run on a CPU, where a model of the SM
     takes its time.
     Pure: equal arguments give an equal choice.
     """
@@ -126,33 +125,33 @@ def forced(name: str, device: torch.device) -> Iterator[None]:
         yield
 
 
+_known = functools.lru_cache(maxsize=4096)(skeleton)  # every call of the op asks
+_ASKED = {False: (*_REFUSED, *_FORWARD_ONLY), True: (*_REFUSED, *_FORWARD_ONLY, "deterministic")}
+
+
 def skeleton_of(args: Args, backward: bool = False) -> Skeleton:
     """The same for the arguments of the op attention or attention_backward, which have been checked."""
-    q, k, v = args["q"], args["k"], args["v"]
+    q, k, v, left, right = args["q"], args["k"], args["v"], args["left"], args["right"]
     target = target_of(q.device)
     if "portable" in args and not target.broken:
         target = replace(target, broken="they are not tested yet, and a CUDA graph is captured")
-    options = {n for n in (*_REFUSED, *_FORWARD_ONLY) if n in args and args[n] is not None and not _zero(args[n])}
-    if backward:
-        if args["deterministic"]:
-            options.add("deterministic")
-        if not (args["need_q"] and args["need_k"] and args["need_v"]):
-            options.add("some")
-    seq, context = q.shape[1], k.shape[1]
+    options = [n for n in _ASKED[backward] if (value := args.get(n)) is not None and (isinstance(value, Tensor) or value)]
+    if backward and not (args["need_q"] and args["need_k"] and args["need_v"]):
+        options.append("some")
+    (batch, seq, heads, head_dim), context, kv_heads = q.shape, k.shape[1], k.shape[2]
     if args["cu_seqlens_q"] is not None:
         sequences = max(args["cu_seqlens_q"].shape[0] - 1, 1)
         seq, context = cdiv(seq, sequences), cdiv(context, sequences)
-    if q.shape[0] == 0 or q.shape[2] == 0 or k.shape[2] == 0:
+    if batch == 0 or heads == 0 or kv_heads == 0:
         seq = 0
-    return skeleton(
-        target=target, dtype=q.dtype, head_dim=q.shape[3], v_dim=v.shape[3], queries=seq,
-        keys=shared.reach({"context": context}, args), backward=backward, options=frozenset(options),
-        rows=lambda: _rows_refusal(q, k, v, args["seqused_k"]), interpreted=current_mode() == "interpret",
+    if left >= 0 and right >= 0:
+        context = min(context, left + 1 + right)
+    able = target.capability == 90 and q.element_size() == 2
+    return _known(
+        target=target, dtype=q.dtype, head_dim=head_dim, v_dim=v.shape[3], queries=seq, keys=context, backward=backward,
+        options=frozenset(options), rows=_rows_refusal(q, k, v, args["seqused_k"]) if able else "",
+        interpreted=current_mode() == "interpret",
     )  # fmt: skip
-
-
-def _zero(value: Any) -> bool:
-    return isinstance(value, (int, float)) and value == 0
 
 
 def _rows_refusal(q: Tensor, k: Tensor, v: Tensor, used: Tensor | None) -> str:

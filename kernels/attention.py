@@ -20,6 +20,9 @@ One program owns BM query rows of one head and walks the keys right to left, so 
 rows see are masked. Where programs are small, several of them share an SM, and the softmax of one runs under the products of
 another. Where one fills it, Q K^T of the next block is issued before the softmax of the current one ("ahead"). Neither needs warp
 specialisation, whose automatic form gives NaN on sm_90 in triton 3.6.
+
+On Hopper the kernel of attention_hopper.py runs instead where _attention_skeleton.py says so: launches there are, with packed
+sequences, their schedule and with lengths of their own the order of the tiles, then the forward.
 """
 
 from __future__ import annotations

@@ -15,6 +15,9 @@ inputs give equal bits; the price is 7 matrix products instead of 5.
 
 HBM, in elements: delta reads out, grad_out and lse and writes delta and shift; each of the others reads q, k, v, the options,
 grad_out, delta and shift and writes its gradients; sinks reads delta, shift and the sinks.
+
+On Hopper the kernels of attention_hopper_backward.py run instead where _attention_skeleton.py says so, which deterministic
+forbids.
 """
 
 from __future__ import annotations

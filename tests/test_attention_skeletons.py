@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import HOPPER, Case, by_op, check, results
+from attention_cases import HOPPER, Case, at_target, by_op, check, results
 from torch import Tensor
 
 import fusedblock
@@ -48,7 +48,7 @@ SHAPE = {"target": H200, "dtype": BF16, "head_dim": 128, "v_dim": 128, "queries"
     ({"options": frozenset({"deterministic"}), "backward": True}, "deterministic"),
     *(({"options": frozenset({name})}, f"{name} is given") for name in _attention_skeleton._REFUSED),
     ({"options": frozenset({"softcap"}), "backward": True}, "softcap is given"),
-    ({"options": frozenset({"some"}), "backward": True}, "not all of"), ({"rows": lambda: "q is crooked"}, "q is crooked"),
+    ({"options": frozenset({"some"}), "backward": True}, "not all of"), ({"rows": "q is crooked"}, "q is crooked"),
     ({"queries": 0}, "nothing to attend"), ({"keys": 0}, "nothing to attend"), ({"keys": 512}, "512 keys a sequence"),
     ({"interpreted": True}, "in the interpreter"), ({"target": replace(H200, skeleton="portable")}, "asked for"),
 ], ids=str)  # fmt: skip
@@ -195,6 +195,25 @@ def test_impossible_boundaries():
         out, lse = fusedblock.attention(*leaves, causal=True, **x.options, return_lse=True)
         grads = torch.autograd.grad(out, leaves, x.grad)
     assert all(t.isnan().all() for t in (out, lse, *grads))
+
+
+@pytest.mark.parametrize("target", ["hopper", "sm_90"])
+@pytest.mark.parametrize("boundaries", [[0], [0, 0], [0, 17, 40], [0, 40, 40]], ids=str)
+def test_boundaries_of_few_sequences_and_of_any_strides(boundaries: list[int], target: str):
+    """Tokens of no sequence, and every other number of a longer tensor."""
+    strided = torch.full((2 * len(boundaries),), 7, dtype=torch.int32)[::2]
+    strided.copy_(ints(*boundaries))
+    q = torch.randn(40, 2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = []
+    with at_target(target):
+        for cu in (strided, ints(*boundaries)):
+            leaves = [t.detach().requires_grad_() for t in (q, q[:, :1], q[:, :1])]
+            out = fusedblock.attention(*leaves, causal=True, cu_seqlens_q=cu, cu_seqlens_k=cu)
+            found.append((out.detach(), *torch.autograd.grad(out, leaves, q)))
+    for a, b in zip(*found):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+        assert torch.isfinite(a).all() and (a[boundaries[-1] :] == 0).all()
+        assert a[: boundaries[-1]].any() or not boundaries[-1]
 
 
 # ---- what it costs -----------------------------------------------------------------------------------------------------------
