@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import functools
 import heapq
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ._gluon import gl, gluon, ragged_rows
 from ._lang import cdiv, tl, triton
@@ -58,8 +58,7 @@ def schedule(
                 heapq.heappush(free, (time + steps[tile] + 1.5, program))  # 1.5: start and end of a tile, in blocks
     rounds = max(map(len, columns)) + 1
     rows = [[column[i] if i < len(column) else -1 for column in columns] for i in range(rounds)]
-    with _disable_current_modes():  # no operator of the call's: who records or counts those sees none
-        return torch.tensor(rows, dtype=torch.int32, device=device)
+    return torch.tensor(rows, dtype=torch.int32, device=device)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -81,7 +80,10 @@ _tables: dict[tuple[object, ...], Tensor] = {}
 def equal_table(bounds: Bounds, sequences: int, heads: int, programs: int, device: torch.device) -> Tensor:
     """schedule() for sequences of bounds.seq queries, kept for the next call. To make it waits for the device, once a shape: so
     that it is there for every stream. In the capture of a CUDA graph one that is there is used, and never freed again; else
-    the graph makes its own, by order()."""
+    the graph makes its own, by order().
+
+    A thread of its own makes it: the operators of this one may be counted or recorded, and its memory may come out of the pool of
+    a CUDA graph (torch.compile's warm-ups), which takes back what it does not know of."""
     key = (bounds, sequences, heads, programs, device)
     found = _tables.get(key)
     in_graph = capturing(device)
@@ -96,8 +98,9 @@ def equal_table(bounds: Bounds, sequences: int, heads: int, programs: int, devic
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # any stream may be reading one
             _tables.clear()
-        found = constant(schedule(cdiv(bounds.seq, BLOCK_M), sequences, heads, programs, _steps(bounds), device))
-        _tables[key] = found
+        with ThreadPoolExecutor(1) as thread:
+            made = thread.submit(schedule, cdiv(bounds.seq, BLOCK_M), sequences, heads, programs, _steps(bounds), device)
+        found = _tables[key] = constant(made.result())
     if in_graph:
         keep_for_graphs(found)
     return found
