@@ -33,12 +33,8 @@ CROSSOVERS: dict[str, tuple[tuple[int, int, int], ...]] = {
 _REFUSED = ("mask", "bias", "alibi_slopes", "block_map", "prefix_lens", "block_table", "q_scale", "k_scale", "v_scale",
             "dropout_p")  # fmt: skip
 _FORWARD_ONLY = ("seqused_k", "softcap")
-
-
 # Beside a call's arguments: no Gluon kernels, as _hopper_check.py says just now.
 PORTABLE = {"portable": True}
-
-
 _NAMES = {"hopper": "Gluon kernels for Hopper", "portable": "portable Triton kernels"}
 
 
@@ -60,7 +56,6 @@ class Skeleton:
 
     def __str__(self) -> str:
         return f"{_NAMES[self.name]}: {self.why}"
-
 
 
 def _refusal(target: Target, dtype: torch.dtype, head_dim: int, v_dim: int, backward: bool, options: frozenset[str],
@@ -93,8 +88,7 @@ def skeleton(
 
     queries and keys of a sequence, as CROSSOVERS counts them. options: names of the op's arguments that are given (softcap and
     dropout_p: that are not 0), for a backward also "deterministic", and "some" where not all of the gradients of q, k, v are
-    wanted. rows: what keeps TMA from the tensors. interpreted: the kernels run on a CPU, where a model of the SM
-    takes its time.
+    wanted. rows: what keeps TMA from the tensors. interpreted: the kernels run on a CPU, where a model of the SM takes its time.
     Pure: equal arguments give an equal choice.
     """
     why, changes = _refusal(target, dtype, head_dim, v_dim, backward, options, rows)

@@ -472,7 +472,7 @@ def launch(
 
 def _launch_hopper(args: Args, buffers: tuple[Tensor, ...]) -> None:
     q, k, v = (args[n] if tma_ready(args[n]) else args[n].contiguous() for n in "qkv")
-    sinks, used = args["sinks"], args["seqused_k"]
+    sinks, used = args["sinks"], args["seqused_k"]  # the kernel reads sinks as fp32
     attention_hopper.launch(
         q, k, v, None if sinks is None else sinks.float().contiguous(), args["left"], args["right"], args["scale"],
         args["softcap"], args["cu_seqlens_q"], args["cu_seqlens_k"], None if used is None else used.contiguous(), buffers,
