@@ -170,8 +170,7 @@ def explain_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Choice
     call = _call("attention", **_typed("attention", {"q": q, "k": k, "v": v, **given}))
     a = call.args
     _sizes(a)
-    needs = {f"need_{n}": a[n].requires_grad for n in "qkv"}
-    backward = skeleton_of({**a, **needs}, backward=True) if call.training else None
+    backward = skeleton_of(a, backward=True) if call.training else None
     return choose(seq=call.seq, group=a["q"].shape[2] // a["k"].shape[2], target=target_of(q.device), dtype=q.dtype,
                   masked=a["mask"] is not None, forward=skeleton_of(a), backward=backward, **call.facts)  # fmt: skip
 

@@ -1,5 +1,5 @@
-"""Parts of attention_hopper_backward.py that synchronise nothing: the walk over tiles, masks, and what is launched around the
-products: statistics of the rows before, grad_q and grad_sinks after.
+"""Parts of the Hopper attention that synchronise nothing: tanh, which both directions use, and of attention_hopper_backward.py
+the walk over tiles, masks, and what is launched around the products: statistics of the rows before, grad_q and grad_sinks after.
 
 TILES: of 64 queries, of one batch entry and head; with a schedule (_attention_tiles.py) those of all sequences. A tile of a
 sequence that cannot be has segment -1, and what is made of it is NaN.
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ._attention_tiles import COLUMNS, planned, schedule_slots
-from ._gluon import gl, gluon
+from ._gluon import add_four, gl, gluon, reciprocal, warpgroup_mma_wait
 from ._lang import cdiv, tl, triton
 
 ROWS = 64  # queries of a tile, and keys of a consumer
@@ -26,10 +26,15 @@ def buffer_axes(sizes: Mapping[str, int], packed: bool) -> dict[str, int]:
     found = {}
     if packed:
         tiles = schedule_slots(seq, sizes["sequences"], ROWS)
-        keys = ROWS if head_dim == 256 else 2 * ROWS
+        keys = keys_of(head_dim)
         found = {"q_slots": tiles, "k_slots": schedule_slots(sizes["k_len"], sizes["sequences"], keys), "columns": COLUMNS}
     every = sizes["batch"] * sizes["heads"] * tiles
     return {**found, "stats_numbers": every * 2 * ROWS, "sums_rows": every * ROWS * head_dim // 256, "sums_columns": 256}
+
+
+def keys_of(head_dim: int) -> int:
+    """Keys of a tile."""
+    return ROWS if head_dim > 128 else 2 * ROWS
 
 
 @gluon.jit
@@ -40,6 +45,18 @@ def walk(m, h, first, end, WALL: gl.constexpr):
     m = gl.where(m == end, first if WALL else 0, m)
     h = gl.where(m == first, h + 1, h)
     return m, h
+
+
+@gluon.jit
+def tanh(x):
+    """tanh(x), with a relative error below 6e-6: near 0, where the exponential's form cancels, as its series.
+
+    A rational function with one reciprocal (1.3e-6 with four terms each above and below) would spare a special function of
+    three, but it issues a fifth more instructions and spills.
+    """
+    t = 1.0 - 2.0 * reciprocal(1.0 + gl.exp2(x * 2.8853900817779268))
+    square = x * x
+    return gl.where(square < 0.00390625, x - x * square * 0.3333333333333333, t)
 
 
 @gluon.jit
@@ -96,6 +113,34 @@ def masked(x, low, high, limit, value, LEFT: gl.constexpr, RIGHT: gl.constexpr):
     return gl.convert_layout(y.reshape([64, N]), layout)
 
 
+@gluon.jit
+def landed(YOUNGER: gl.constexpr, dv, dk, grad_v, grad_k):
+    """dv and dk when their products are done, those of them that are made; so many younger products may still run."""
+    if grad_v is not None and grad_k is not None:
+        dv, dk = warpgroup_mma_wait(YOUNGER, deps=(dv, dk))
+    elif grad_v is not None:
+        dv = warpgroup_mma_wait(YOUNGER, deps=(dv,))
+    elif grad_k is not None:
+        dk = warpgroup_mma_wait(YOUNGER, deps=(dk,))
+    return dv, dk
+
+
+@gluon.jit
+def in_fours(dq):
+    """A part of a tile of grad_q [64, N] as [N / 4, 256]: four floats that a thread holds become neighbours."""
+    N: gl.constexpr = dq.shape[1]
+    return dq.reshape([4, 2, 8, N // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([N // 4, 256])
+
+
+@gluon.jit
+def add_part(sums, dq):
+    """Add a part of a tile of grad_q to memory, from registers."""
+    dq = in_fours(dq)
+    rows = gl.arange(0, dq.shape[0], gl.SliceLayout(1, dq.type.layout))[:, None] * 256
+    columns = gl.arange(0, 256, gl.SliceLayout(0, dq.type.layout))[None, :]
+    add_four(sums + (rows + columns), dq)
+
+
 @triton.jit
 def _place(schedule, slot, SEQ):
     """(segment, first row, rows from there to the end) of a tile of queries."""
@@ -109,7 +154,7 @@ def _place(schedule, slot, SEQ):
 @triton.jit
 def _prepare_kernel(
     out, grad_out, lse, stats, sums, schedule, SEQ, HEADS, TILES,
-    stride_ob, stride_os, stride_oh, stride_gb, stride_gs, stride_gh, D: tl.constexpr, BLANK: tl.constexpr,
+    stride_ob, stride_os, stride_oh, stride_gb, stride_gs, stride_gh, D: tl.constexpr, V: tl.constexpr, BLANK: tl.constexpr,
 ):  # fmt: skip
     """stats: per tile of 64 queries their lse in base 2, +inf past the end, then their delta. BLANK: rows may see nothing."""
     pid = tl.program_id(0).to(tl.int64)
@@ -119,7 +164,7 @@ def _prepare_kernel(
     rows = first + i
     b = bh // HEADS
     h = bh - b * HEADS
-    d = tl.arange(0, D)
+    d = tl.arange(0, V)
     inside = i < left
     o = tl.load(out + b * stride_ob + h * stride_oh + rows[:, None] * stride_os + d[None, :], inside[:, None], other=0.0)
     g = tl.load(grad_out + b * stride_gb + h * stride_gh + rows[:, None] * stride_gs + d[None, :], inside[:, None], other=0.0)
@@ -133,13 +178,23 @@ def _prepare_kernel(
         shift = tl.where(segment < 0, float("nan"), shift)
     tl.store(stats + pid * 128 + i, shift)
     tl.store(stats + pid * 128 + 64 + i, delta)
-    tl.store(sums + pid * 64 * D + i[:, None] * D + d[None, :], tl.zeros([64, D], tl.float32))
+    if sums is not None:
+        for part in tl.static_range(D // 64):
+            tl.store(sums + pid * 64 * D + part * 4096 + tl.arange(0, 4096), tl.zeros([4096], tl.float32))
+
+
+@triton.jit
+def _finish_part(sums, rows, scale, inside, WIDTH: tl.constexpr):
+    x = tl.load(sums + tl.arange(0, 64 * WIDTH)) * scale
+    x = x.reshape([2, WIDTH // 16, 4, 8, 4, 2, 2])
+    x = tl.permute(x, (2, 5, 3, 0, 1, 4, 6)).reshape([64, WIDTH])
+    tl.store(rows + tl.arange(0, WIDTH)[None, :], x.to(rows.dtype.element_ty), inside)
 
 
 @triton.jit
 def _finish_kernel(sums, grad_q, schedule, scale, SEQ, HEADS, TILES, D: tl.constexpr):
     """grad_q "batch seq heads head_dim" of the tiles in register order: [half, column / 8, warp, row % 8, column / 2 % 4, row / 8
-    % 2, column % 2]."""
+    % 2, column % 2]; with head_dim 192 columns to 128, then those after."""
     pid = tl.program_id(0).to(tl.int64)
     bh = pid // TILES
     segment, first, left = _place(schedule, pid - bh * TILES, SEQ)
@@ -147,11 +202,12 @@ def _finish_kernel(sums, grad_q, schedule, scale, SEQ, HEADS, TILES, D: tl.const
     b = bh // HEADS
     if schedule is not None:
         scale = tl.where(segment < 0, float("nan"), scale)
-    x = tl.load(sums + pid * 64 * D + tl.arange(0, 64 * D)) * scale
-    x = x.reshape([2, D // 16, 4, 8, 4, 2, 2])
-    x = tl.permute(x, (2, 5, 3, 0, 1, 4, 6)).reshape([64, D])
-    at = ((b * SEQ + first + i) * HEADS + (bh - b * HEADS))[:, None] * D + tl.arange(0, D)[None, :]
-    tl.store(grad_q + at, x.to(grad_q.dtype.element_ty), (i < left)[:, None])
+    rows = ((b * SEQ + first + i) * HEADS + (bh - b * HEADS))[:, None] * D
+    if D == 192:
+        _finish_part(sums + pid * 64 * D, grad_q + rows, scale, (i < left)[:, None], 128)
+        _finish_part(sums + pid * 64 * D + 64 * 128, grad_q + rows + 128, scale, (i < left)[:, None], 64)
+    else:
+        _finish_part(sums + pid * 64 * D, grad_q + rows, scale, (i < left)[:, None], D)
 
 
 @triton.jit

@@ -32,7 +32,7 @@ CROSSOVERS: dict[str, tuple[tuple[int, int, int], ...]] = {
 # Options of the op that no Hopper kernel takes, and those that only the forward takes.
 _REFUSED = ("mask", "bias", "alibi_slopes", "block_map", "prefix_lens", "block_table", "q_scale", "k_scale", "v_scale",
             "dropout_p")  # fmt: skip
-_FORWARD_ONLY = ("seqused_k", "softcap")
+_FORWARD_ONLY = ("seqused_k",)
 # Beside a call's arguments: no Gluon kernels, as _hopper_check.py says just now.
 PORTABLE = {"portable": True}
 _NAMES = {"hopper": "Gluon kernels for Hopper", "portable": "portable Triton kernels"}
@@ -70,8 +70,6 @@ def _refusal(target: Target, dtype: torch.dtype, head_dim: int, v_dim: int, back
         return "batch_invariant: a row's bits must not tell its kernel", "without batch_invariant"
     if "deterministic" in options:
         return "deterministic: they add to grad_q in any order", "without deterministic"
-    if "some" in options:
-        return "not all of grad_q, grad_k and grad_v are wanted", "with all three gradients"
     refused = (*_REFUSED, *_FORWARD_ONLY) if backward else _REFUSED
     if found := sorted(options.intersection(refused)):
         return f"{found[0]} is given", f"without {' and '.join(found)}"
@@ -86,9 +84,9 @@ def skeleton(
 ) -> Skeleton:  # fmt: skip
     """What runs a call's forward or its backward.
 
-    queries and keys of a sequence, as CROSSOVERS counts them. options: names of the op's arguments that are given (softcap and
-    dropout_p: that are not 0), for a backward also "deterministic", and "some" where not all of the gradients of q, k, v are
-    wanted. rows: what keeps TMA from the tensors. interpreted: the kernels run on a CPU, where a model of the SM takes its time.
+    queries and keys of a sequence, as CROSSOVERS counts them. options: names of the op's arguments that are given (dropout_p:
+    that is not 0), for a backward also "deterministic". rows: what keeps TMA from the tensors. interpreted: the kernels run on a
+    CPU, where a model of the SM takes its time.
     Pure: equal arguments give an equal choice.
     """
     why, changes = _refusal(target, dtype, head_dim, v_dim, backward, options, rows)
@@ -130,8 +128,6 @@ def skeleton_of(args: Args, backward: bool = False) -> Skeleton:
     if "portable" in args and not target.broken:
         target = replace(target, broken="they are not tested yet, and a CUDA graph is captured")
     options = [n for n in _ASKED[backward] if (value := args.get(n)) is not None and (isinstance(value, Tensor) or value)]
-    if backward and not (args["need_q"] and args["need_k"] and args["need_v"]):
-        options.append("some")
     (batch, seq, heads, head_dim), context, kv_heads = q.shape, k.shape[1], k.shape[2]
     if args["cu_seqlens_q"] is not None:
         sequences = max(args["cu_seqlens_q"].shape[0] - 1, 1)

@@ -6,7 +6,7 @@ Kernels take all of it from here: `gluon.jit`, the language `gl`, `mbarrier` (in
     tma_load, tma_store, tma_add, tma_store_wait    async_copy_*, then async_load, async_store, async_atomic_add
     block_barrier                                   thread_barrier, then barrier
     bar_sync, bar_arrive                            named barriers, which Gluon does not have
-    add_four, reciprocal                            vector adds to memory and a fast 1 / x, likewise
+    add_four, reciprocal, one_less_square           vector adds to memory and instructions of arithmetic, likewise
     allocate_barriers                               an array of mbarriers, initialised
     ragged_rows                                     rows of a segment, for TMA that ends with it
 
@@ -96,6 +96,13 @@ def bar_arrive(barrier: Any, threads: Any, _semantic: Any = None) -> None:
 def reciprocal(x):
     """1 / x in one instruction, to within a unit in the last place; 0 where x is infinite."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def one_less_square(x):
+    """1 - x * x, but at least 0, in one instruction; 0 where x is NaN."""
+    asm: gl.constexpr = "{ .reg .f32 y; neg.f32 y, $1; fma.rn.sat.f32 $0, y, $1, 0f3F800000; }"
+    return gl.inline_asm_elementwise(asm, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit

@@ -104,7 +104,7 @@ def _computed(device: torch.device, backward: bool) -> tuple[dict[str, Tensor], 
     else:
         out, lse = exact["out"].to(device, torch.bfloat16), exact["lse"].to(device, torch.float32)
         grads = attention_hopper_backward.launch(q, k, v, out, lse, grad, None, None, -1, 0, SCALE)
-        made["grad_q"], made["grad_k"], made["grad_v"], _ = grads
+        made.update((f"grad_{n}", t) for n, t in zip("qkv", grads) if t is not None)
     return {name: t.cpu() for name, t in made.items()}, exact
 
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import functools
 import heapq
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ._attention_tiles import COLUMNS, schedule_slots
 from ._gluon import gl, gluon, ragged_rows
 from ._lang import cdiv, tl, triton
 from ._launch import capturing, constant, keep_for_graphs
 from ._launch import launch as _launch
+from ._target import Target
 
 BLOCK_M = 128
 _UNBOUNDED = 2**30  # as good as no bound, and no variant of the kernel: a CUDA graph can only take what is loaded already
@@ -188,6 +191,28 @@ def plan_shape(slots: int, heads: int, section: int, sms: int) -> tuple[int, int
     """Rounds and programs of a table that order() makes."""
     programs = min(sms, slots * heads)
     return cdiv(heads, section) * cdiv(slots * section, programs) + 1, programs
+
+
+def section_of(sizes: Mapping[str, int], target: Target, itemsize: int) -> int:
+    """Query heads whose tiles go together: their k and v share a third of the L2. Of all batch entries, or with packed sequences
+    of the one."""
+    near = max(1, target.l2_bytes // 3 // (sizes["k_len"] * (sizes["head_dim"] + sizes["v_dim"]) * itemsize))
+    return near * (sizes["heads"] // sizes["kv_heads"])
+
+
+def plan_axes(sizes: Mapping[str, int], args: Mapping[str, Any], target: Target) -> dict[str, int]:
+    """The axes of what is planned on the device before a launch: nothing for equal lengths. sizes: of the op attention."""
+    slots = {}
+    if args["cu_seqlens_q"] is not None:
+        slots = {"slots": schedule_slots(sizes["seq"], sizes["sequences"], BLOCK_M), "columns": COLUMNS}
+        tiles = slots["slots"]
+    elif args["seqused_k"] is not None:
+        tiles = sizes["batch"] * cdiv(sizes["seq"], BLOCK_M)
+    else:
+        return {}
+    section = min(section_of(sizes, target, args["q"].element_size()), sizes["heads"])
+    rounds, programs = plan_shape(tiles, sizes["heads"], section, target.sms)
+    return {**slots, "rounds": rounds, "programs": programs, "fields": FIELDS}
 
 
 def order(

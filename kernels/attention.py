@@ -40,6 +40,7 @@ from ._attention import normalise_mask
 from ._attention_skeleton import PORTABLE, skeleton_of
 from ._attention_tiles import kept, key_range, load_paged, load_rows, planned, power, shape_logits, visible
 from ._hopper_check import ready
+from ._hopper_schedule import plan_axes
 from ._lang import cdiv, tl, triton
 from ._launch import descriptor, on_device, tma_ready
 from ._launch import launch as _launch
@@ -61,7 +62,7 @@ def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
     if any(isinstance(n, torch.SymInt) for n in sizes.values()):
         return found  # a trace for any length: no result has the axes of scratch
     if skeleton_of(args).hopper:
-        return {**found, "hopper": 1, **attention_hopper.plan_axes({**sizes, **found}, args, target_of(args["q"].device))}
+        return {**found, "hopper": 1, **plan_axes({**sizes, **found}, args, target_of(args["q"].device))}
     if not shared.given(args, "cu_seqlens_q"):
         return found
     config = _config({**sizes, **found}, args)

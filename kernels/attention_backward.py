@@ -35,7 +35,7 @@ from ._attention_gradients import _delta_kernel, _kv_kernel, _q_kernel
 from ._attention_skeleton import PORTABLE, skeleton_of
 from ._hopper_check import ready
 from ._lang import cdiv
-from ._launch import descriptor, on_device, tma_ready
+from ._launch import contiguous_last, descriptor, on_device, tma_ready
 from ._launch import launch as _launch
 from ._spec import Args, Op, Sizes, Spec, Stage, Write, flag
 from ._target import Target, target_of
@@ -77,7 +77,8 @@ def _bias_flops(sizes: Sizes, args: Args) -> tuple[int, int]:
 
 def _hopper_flops(sizes: Sizes, args: Args) -> tuple[int, int]:
     # The logits, grad_q and grad_k; grad_out @ v^T and grad_v.
-    return (_products(sizes, args, 3, 2),) * 2
+    need_q, need_k, need_v = (bool(args[n]) for n in ("need_q", "need_k", "need_v"))
+    return (_products(sizes, args, 1 + need_q + need_k, (need_q or need_k) + need_v),) * 2
 
 
 def _schedules(sizes: Sizes, args: Args) -> dict[str, int]:
@@ -129,7 +130,7 @@ SPEC = Spec(
         "k_schedule": Write("k_slots columns", "int32", flag("need_k", "need_v")),
         "q_schedule": Write("q_slots columns", "int32", flag("need_q")),
         "stats": Write("stats_numbers", "float32"),
-        "sums": Write("sums_rows sums_columns", "float32"),
+        "sums": Write("sums_rows sums_columns", "float32", flag("need_q")),
         "q_plan": Write("hopper_q_slots columns", "int32"),
         "k_plan": Write("hopper_k_slots columns", "int32"),
     },
@@ -346,13 +347,15 @@ def launch(
 
 
 def _launch_hopper(args: Args, grads: tuple[Tensor, Tensor, Tensor, Tensor], scratch: tuple[Tensor, ...]) -> None:
-    q, k, v, out, grad_out = (args[n] if tma_ready(args[n]) else args[n].contiguous() for n in ("q", "k", "v", "out", "grad_out"))
-    cu = args["cu_seqlens_q"], args["cu_seqlens_k"]
-    sinks = args["sinks"] if args["need_sinks"] else None  # lse has them: the other gradients need no more
+    q, k, v, grad_out = (args[n] if tma_ready(args[n]) else args[n].contiguous() for n in ("q", "k", "v", "grad_out"))
+    cu, sinks = (args["cu_seqlens_q"], args["cu_seqlens_k"]), args["sinks"]
+    needs = args["need_q"], args["need_k"], args["need_v"], args["need_sinks"] and sinks is not None
+    grad_q, grad_k, grad_v, grad_sinks = (t if need else None for t, need in zip(grads, needs))
+    sums, q_plan, k_plan = (t if t.numel() else None for t in scratch[1:])
     attention_hopper_backward.launch(
-        q, k, v, out, args["lse"].contiguous(), grad_out, None if sinks is None else sinks.contiguous(),
-        None if cu[0] is None else cu, args["left"], args["right"], args["scale"],
-        (*grads[:3], None if sinks is None else grads[3]), tuple(t for t in scratch if t.numel()),
+        q, k, v, contiguous_last(args["out"]), args["lse"].contiguous(), grad_out, None if sinks is None else sinks.contiguous(),
+        None if cu[0] is None else cu, args["left"], args["right"], args["scale"], args["softcap"], *needs,
+        (grad_q, grad_k, grad_v, grad_sinks), (scratch[0], sums, q_plan, k_plan),
     )  # fmt: skip
 
 

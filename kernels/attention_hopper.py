@@ -2,10 +2,10 @@
 
     out = softmax(scale * q @ k^T, context) @ v,    lse = log(sum(exp(scale * q @ k^T), context))
 
-    q, out   batch seq heads head_dim          bf16 or fp16, head_dim 64, 128 or 256
-    k, v     batch context kv_heads head_dim   heads is a multiple of kv_heads
-    sinks    heads                             None, or the logit of a further key whose value is 0, fp32
-    lse      batch heads seq                   natural log, fp32, with the sink
+    q, k     batch seq heads head_dim, batch context kv_heads head_dim   bf16 or fp16; heads is a multiple of kv_heads
+    v, out   batch context kv_heads v_dim, batch seq heads v_dim         head_dim and v_dim: both 64, 128 or 256, or 192 and 128
+    sinks    heads                                                       None, or the logit of a further key of value 0, fp32
+    lse      batch heads seq                                             natural log, fp32, with the sink
 
 With softcap logits x become softcap * tanh(x / softcap). Query i stands at p = i + context - seq and sees key j iff
 p - left <= j <= p + right; a negative one bounds nothing. A row that sees nothing gives out 0 and lse -inf (the sink's logit).
@@ -29,14 +29,13 @@ imposed on the wait for P V, 7 to 8 %; ring slots given back by bar_arrive, whic
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._attention_tiles import COLUMNS, LOG2E, schedule_slots
+from ._attention_hopper_parts import tanh
+from ._attention_tiles import LOG2E
 from ._attention_tiles import schedule as schedule_segments
 from ._gluon import (
     allocate_barriers,
@@ -47,7 +46,6 @@ from ._gluon import (
     gl,
     gluon,
     mbarrier,
-    reciprocal,
     tma_load,
     tma_store,
     tma_store_wait,
@@ -56,7 +54,6 @@ from ._gluon import (
 )
 from ._hopper_schedule import (
     BLOCK_M,
-    FIELDS,
     Bounds,
     corner_of,
     entry_of,
@@ -64,7 +61,8 @@ from ._hopper_schedule import (
     field,
     lse_row,
     order,
-    plan_shape,
+    plan_axes,
+    section_of,
     tile_of,
 )
 from ._lang import cdiv
@@ -86,7 +84,8 @@ class Config:
 def configure(head_dim: int, bounded: bool) -> Config:
     if head_dim == 256:  # not measured: what fits beside q and half of out
         return Config(64, 2, 2, True)
-    # H200, 2026-11-29: a third stage, three consumers and other orders of waiting gain nothing at either head_dim.
+    # H200, 2026-11-29: a third stage, three consumers and other orders of waiting gain nothing at head_dim 64 and 128. Not
+    # measured: 192, with which it fills the shared memory beside q and half of out.
     return Config(128, 2, 2, bounded or head_dim == 64)
 
 
@@ -103,18 +102,26 @@ def _next(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _fill(x, corner, memory, full, stage, loaded, FREE: gl.constexpr):
+def _load(x, x2, corner, corner2, memory, memory2, full, at):
+    """Load a block and, where there are such, its further columns, which lie in memory of their own."""
+    mbarrier.expect(full.index(at), x.block_type.nbytes + (x2.block_type.nbytes if x2 is not None else 0))
+    tma_load(x, corner, full.index(at), memory.index(at))
+    if x2 is not None:
+        tma_load(x2, corner2, full.index(at), memory2.index(at))
+
+
+@gluon.jit
+def _fill(x, x2, corner, corner2, memory, memory2, full, stage, loaded, FREE: gl.constexpr):
     """Load a block into a stage of its ring once both consumers have given it back."""
     if loaded >= memory.type.shape[0]:
         bar_sync(FREE + stage, 288)
-    mbarrier.expect(full.index(stage), x.block_type.nbytes)
-    tma_load(x, corner, full.index(stage), memory.index(stage))
+    _load(x, x2, corner, corner2, memory, memory2, full, stage)
 
 
 @gluon.jit
 def _producer(
-    q, k, v, table, q_s, k_s, v_s, q_full, q_empty, k_full, v_full, rounds, row_tiles, seq, context, heads, group, low, high,
-    BN: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr, EMPTY: gl.constexpr,
+    q, q2, k, k2, v, table, q_s, q2_s, k_s, k2_s, v_s, q_full, q_empty, k_full, v_full, rounds, row_tiles, seq, context, heads,
+    group, low, high, BN: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr, EMPTY: gl.constexpr,
 ):  # fmt: skip
     K_STAGES: gl.constexpr = k_s.type.shape[0]
     V_STAGES: gl.constexpr = v_s.type.shape[0]
@@ -135,13 +142,15 @@ def _producer(
                 keys = gl.maximum(keys, 0)
             for c in gl.static_range(2):
                 mbarrier.wait(q_empty.index(c), (tiles & 1) ^ 1)
-                mbarrier.expect(q_full.index(c), q.block_type.nbytes)
-                tma_load(q, corner_of(b, q_start, queries, row + c * 64, h, 0, PACKED), q_full.index(c), q_s.index(c))
+                at = corner_of(b, q_start, queries, row + c * 64, h, 0, PACKED)
+                at2 = corner_of(b, q_start, queries, row + c * 64, h, 128, PACKED)
+                _load(q, q2, at, at2, q_s, q2_s, q_full, c)
             tiles += 1
             for j in range(blocks):
                 at = corner_of(b, k_start, keys, (begin + blocks - 1 - j) * BN, h // group, 0, PACKED)
-                _fill(k, at, k_s, k_full, k_stage, loaded, 10)
-                _fill(v, at, v_s, v_full, v_stage, loaded, 13)
+                at2 = corner_of(b, k_start, keys, (begin + blocks - 1 - j) * BN, h // group, 128, PACKED)
+                _fill(k, k2, at, at2, k_s, k2_s, k_full, k_stage, loaded, 10)
+                _fill(v, None, at, at, v_s, v_s, v_full, v_stage, loaded, 13)
                 loaded += 1
                 k_stage = gl.where(k_stage == K_STAGES - 1, 0, k_stage + 1)
                 v_stage = gl.where(v_stage == V_STAGES - 1, 0, v_stage + 1)
@@ -153,6 +162,21 @@ def _producer(
     for c in gl.static_range(V_STAGES):
         if loaded > c:
             bar_sync(13 + c, 288)
+
+
+@gluon.jit
+def _keys(memory, stage):
+    """A stage of keys, transposed."""
+    return memory.index(stage).reshape([memory.type.shape[-3], memory.type.shape[-1]]).permute((1, 0))
+
+
+@gluon.jit
+def _scores(q, q2, k_s, k2_s, stage, zero):
+    """Issue Q K^T of a stage."""
+    flying = warpgroup_mma(q, _keys(k_s, stage), zero, use_acc=False, is_async=True)
+    if q2 is not None:
+        flying = warpgroup_mma(q2, _keys(k2_s, stage), flying, is_async=True)
+    return flying
 
 
 @gluon.jit
@@ -168,18 +192,6 @@ def _masked(s, row, n, context, low, high, BN: gl.constexpr, LEFT: gl.constexpr,
     if LEFT:
         s = gl.where(cols[None, :] >= (rows + low)[:, None], s, float("-inf"))
     return s
-
-
-@gluon.jit
-def _tanh(x):
-    """tanh(x), with a relative error below 6e-6: near 0, where the exponential's form cancels, as its series.
-
-    A rational function with one reciprocal (1.3e-6 with four terms each above and below) would spare a special function of
-    three, but it issues a fifth more instructions and spills.
-    """
-    t = 1.0 - 2.0 * reciprocal(1.0 + gl.exp2(x * 2.8853900817779268))
-    square = x * x
-    return gl.where(square < 0.00390625, x - x * square * 0.3333333333333333, t)
 
 
 @gluon.jit
@@ -212,9 +224,9 @@ def _pass_turn(CID: gl.constexpr, PINGPONG: gl.constexpr):
 
 @gluon.jit
 def _consumer(
-    CID: gl.constexpr, out, lse, table, sinks, q_s, k_s, v_s, out_s, q_full, q_empty, k_full, v_full, rounds, row_tiles, seq,
-    context, heads, low, high, scale, cap, D: gl.constexpr, BN: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    EDGES: gl.constexpr, PINGPONG: gl.constexpr, PACKED: gl.constexpr, EMPTY: gl.constexpr,
+    CID: gl.constexpr, out, lse, table, sinks, q_s, q2_s, k_s, k2_s, v_s, out_s, q_full, q_empty, k_full, v_full, rounds,
+    row_tiles, seq, context, heads, low, high, scale, cap, D: gl.constexpr, BN: gl.constexpr, LEFT: gl.constexpr,
+    RIGHT: gl.constexpr, EDGES: gl.constexpr, PINGPONG: gl.constexpr, PACKED: gl.constexpr, EMPTY: gl.constexpr,
 ):  # fmt: skip
     """scale: of base-2 logits. EDGES: blocks from the right that need a mask, with LEFT besides those that reach past `low`.
     RIGHT: 0 without a bound, 1 with one inside the context, 2 where it may lie outside. EMPTY: rows may see no key."""
@@ -227,7 +239,10 @@ def _consumer(
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     acc_rows: gl.constexpr = gl.SliceLayout(1, acc_layout)
     programs = gl.num_programs(0)
-    q = q_s.index(CID).reshape([64, D])
+    q = q_s.index(CID).reshape([64, q_s.type.shape[-1]])
+    q2 = None
+    if q2_s is not None:
+        q2 = q2_s.index(CID).reshape([64, q2_s.type.shape[-1]])
     zero = gl.zeros([64, BN], gl.float32, s_layout)
     tiles = 0
     k_stage = 0
@@ -251,14 +266,13 @@ def _consumer(
             mbarrier.wait(q_full.index(CID), tiles & 1)
             mbarrier.wait(k_full.index(k_stage), k_phase)
             _take_turn(CID, PINGPONG)
-            kt = k_s.index(k_stage).reshape([BN, D]).permute((1, 0))
-            flying = warpgroup_mma(q, kt, zero, use_acc=False, is_async=True)
+            flying = _scores(q, q2, k_s, k2_s, k_stage, zero)
             _pass_turn(CID, PINGPONG)
             s = warpgroup_mma_wait(0, deps=(flying,))
             bar_arrive(10 + k_stage, 288)
             k_stage, k_phase = _next(k_stage, k_phase, K_STAGES)
             if cap is not None:
-                s = _tanh(s * cap)
+                s = tanh(s * cap)
             if EDGES > 0 or LEFT:
                 s = _masked(s, row, begin + blocks - 1, keys, least, most, BN, LEFT, RIGHT)
             m = gl.max(s, 1) * scale
@@ -281,8 +295,7 @@ def _consumer(
                     for j in range(done, end):
                         mbarrier.wait(k_full.index(k_stage), k_phase)
                         _take_turn(CID, PINGPONG)
-                        kt = k_s.index(k_stage).reshape([BN, D]).permute((1, 0))
-                        flying = warpgroup_mma(q, kt, zero, use_acc=False, is_async=True)
+                        flying = _scores(q, q2, k_s, k2_s, k_stage, zero)
                         mbarrier.wait(v_full.index(v_stage), v_phase)
                         flying_acc = warpgroup_mma(pt, v_s.index(v_stage).reshape([BN, D]), acc, is_async=True)
                         _pass_turn(CID, PINGPONG)
@@ -290,7 +303,7 @@ def _consumer(
                         bar_arrive(10 + k_stage, 288)
                         k_stage, k_phase = _next(k_stage, k_phase, K_STAGES)
                         if cap is not None:
-                            s = _tanh(s * cap)
+                            s = tanh(s * cap)
                         if part != 1:
                             s = _masked(s, row, begin + blocks - 1 - j, keys, least, most, BN, LEFT, RIGHT)
                         new = gl.maximum(m, gl.max(s, 1) * scale)
@@ -348,15 +361,22 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=["rounds", "row_tiles", "seq", "context", "heads", "group", "low", "high"])
 def _forward_kernel(
-    q, k, v, out, lse, table, sinks, scale, cap, rounds, row_tiles, seq, context, heads, group, low, high,
+    q, q2, k, k2, v, out, lse, table, sinks, scale, cap, rounds, row_tiles, seq, context, heads, group, low, high,
     D: gl.constexpr, BN: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
     EDGES: gl.constexpr, PINGPONG: gl.constexpr, PACKED: gl.constexpr, EMPTY: gl.constexpr,
 ):  # fmt: skip
     """scale and cap: scale * log2(e) and None, or softcap * log2(e) and scale / softcap. With PACKED low and high count from
-    where a query stands, lse lies seq apart for heads and `heads` apart for tokens that begin a sequence."""
+    where a query stands, lse lies seq apart for heads and `heads` apart for tokens that begin a sequence. q2, k2: columns from
+    128 on of wider q and k, else None. D: of v."""
     q_s = gl.allocate_shared_memory(q.dtype, [2] + q.block_shape, q.layout)
     k_s = gl.allocate_shared_memory(k.dtype, [K_STAGES] + k.block_shape, k.layout)
     v_s = gl.allocate_shared_memory(v.dtype, [V_STAGES] + v.block_shape, v.layout)
+    if q2 is None:
+        q2_s: gl.constexpr = None
+        k2_s: gl.constexpr = None
+    else:
+        q2_s = gl.allocate_shared_memory(q.dtype, [2] + q2.block_shape, q2.layout)
+        k2_s = gl.allocate_shared_memory(k.dtype, [K_STAGES] + k2.block_shape, k2.layout)
     out_s = gl.allocate_shared_memory(out.dtype, [2] + out.block_shape, out.layout)
     q_full = allocate_barriers(2, 1)
     q_empty = allocate_barriers(2, 1)
@@ -364,12 +384,14 @@ def _forward_kernel(
     v_full = allocate_barriers(V_STAGES, 1)
     gl.warp_specialize(
         [
-            (_consumer, (0, out, lse, table, sinks, q_s, k_s, v_s, out_s, q_full, q_empty, k_full, v_full, rounds, row_tiles,
-                         seq, context, heads, low, high, scale, cap, D, BN, LEFT, RIGHT, EDGES, PINGPONG, PACKED, EMPTY)),
-            (_consumer, (1, out, lse, table, sinks, q_s, k_s, v_s, out_s, q_full, q_empty, k_full, v_full, rounds, row_tiles,
-                         seq, context, heads, low, high, scale, cap, D, BN, LEFT, RIGHT, EDGES, PINGPONG, PACKED, EMPTY)),
-            (_producer, (q, k, v, table, q_s, k_s, v_s, q_full, q_empty, k_full, v_full, rounds, row_tiles, seq, context, heads,
-                         group, low, high, BN, LEFT, RIGHT, PACKED, EMPTY)),
+            (_consumer, (0, out, lse, table, sinks, q_s, q2_s, k_s, k2_s, v_s, out_s, q_full, q_empty, k_full, v_full, rounds,
+                         row_tiles, seq, context, heads, low, high, scale, cap, D, BN, LEFT, RIGHT, EDGES, PINGPONG, PACKED,
+                         EMPTY)),
+            (_consumer, (1, out, lse, table, sinks, q_s, q2_s, k_s, k2_s, v_s, out_s, q_full, q_empty, k_full, v_full, rounds,
+                         row_tiles, seq, context, heads, low, high, scale, cap, D, BN, LEFT, RIGHT, EDGES, PINGPONG, PACKED,
+                         EMPTY)),
+            (_producer, (q, q2, k, k2, v, table, q_s, q2_s, k_s, k2_s, v_s, q_full, q_empty, k_full, v_full, rounds, row_tiles,
+                         seq, context, heads, group, low, high, BN, LEFT, RIGHT, PACKED, EMPTY)),
         ],
         [4, 1],
         [240, 24],
@@ -385,17 +407,21 @@ def unfit(target: Target, dtype: torch.dtype, head_dim: int, v_dim: int) -> str:
         return f"{target.name} is not sm_90"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"q is {dtype}, not bfloat16 or float16"
-    if head_dim not in (64, 128, 256) or v_dim != head_dim:
-        return f"head_dim={head_dim} and v_dim={v_dim}, not both 64, 128 or 256"
+    if (head_dim, v_dim) not in ((64, 64), (128, 128), (256, 256), (192, 128)):
+        return f"head_dim={head_dim} and v_dim={v_dim}, neither 192 and 128 nor both 64, 128 or 256"
     return ""
 
 
 def unfit_rows(q: Tensor, k: Tensor, v: Tensor) -> str:
     """Why this kernel cannot take seqused_k with rows that lie so, or "" where it can."""
+    if len(q) <= 1:
+        return ""
     for name, t in (("q", q), ("k", k), ("v", v)):
         batch, row = tma_strides(t)[:2]
-        if t.shape[0] > 1 and (batch % row or (name == "q" and batch != row * t.shape[1])):
+        if batch % row or (name == "q" and batch != row * t.shape[1]):
             return f"{name} has strides {t.stride()} with seqused_k, which are not those of one sequence after the other"
+    if _step(k) != _step(v):
+        return f"k has strides {k.stride()} with seqused_k and v {v.stride()}: their sequences are not equally far apart"
     return ""
 
 
@@ -404,26 +430,10 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, target: Target, used: Tensor | None
     return unfit(target, q.dtype, q.shape[-1], v.shape[-1]) or (unfit_rows(q, k, v) if used is not None else "")
 
 
-def _section(sizes: Mapping[str, int], target: Target, itemsize: int) -> int:
-    """Query heads whose tiles go together: their k and v share a third of the L2. Of all batch entries, or with packed sequences
-    of the one."""
-    near = max(1, target.l2_bytes // 3 // (sizes["k_len"] * sizes["head_dim"] * 2 * itemsize))
-    return near * (sizes["heads"] // sizes["kv_heads"])
-
-
-def plan_axes(sizes: Mapping[str, int], args: Mapping[str, Any], target: Target) -> dict[str, int]:
-    """The axes of what is planned on the device before a launch: nothing for equal lengths. sizes: of the op attention."""
-    slots = {}
-    if args["cu_seqlens_q"] is not None:
-        slots = {"slots": schedule_slots(sizes["seq"], sizes["sequences"], BLOCK_M), "columns": COLUMNS}
-        tiles = slots["slots"]
-    elif args["seqused_k"] is not None:
-        tiles = sizes["batch"] * cdiv(sizes["seq"], BLOCK_M)
-    else:
-        return {}
-    section = min(_section(sizes, target, args["q"].element_size()), sizes["heads"])
-    rounds, programs = plan_shape(tiles, sizes["heads"], section, target.sms)
-    return {**slots, "rounds": rounds, "programs": programs, "fields": FIELDS}
+def _step(t: Tensor) -> int:
+    """How many rows lie between the beginnings of two sequences of a batch."""
+    batch, row = tma_strides(t)[:2]
+    return batch // row
 
 
 def launch(
@@ -436,31 +446,31 @@ def launch(
     (of packed sequences) and the table, both int32 and of plan_axes; made here if None."""
     batch, seq, heads, head_dim = q.shape
     context, kv_heads = k.shape[1:3]
+    v_dim = v.shape[-1]
     group = heads // kv_heads
     target = target_of(q.device)
     config = configure(head_dim, right >= 0)
     bn = config.block_n
     packed = cu_seqlens_q is not None or seqused_k is not None
     sizes = {"batch": batch, "seq": seq, "heads": heads, "k_len": context, "kv_heads": kv_heads, "head_dim": head_dim,
-             "sequences": batch if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1}  # fmt: skip
+             "v_dim": v_dim, "sequences": batch if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1}  # fmt: skip
     if buffers is None:
         made = plan_axes(sizes, {"q": q, "cu_seqlens_q": cu_seqlens_q, "seqused_k": seqused_k}, target)
         shapes = [[made[axis] for axis in axes.split()] for axes in ("slots columns", "rounds programs fields")
                   if all(axis in made for axis in axes.split())]  # fmt: skip
-        buffers = (torch.empty(q.shape, dtype=q.dtype, device=q.device),
+        buffers = (torch.empty(batch, seq, heads, v_dim, dtype=q.dtype, device=q.device),
                    torch.empty(batch, heads, seq, dtype=torch.float32, device=q.device),
                    *(torch.empty(shape, dtype=torch.int32, device=q.device) for shape in shapes))  # fmt: skip
     out, lse, *planned = buffers
     offset = 0 if packed else context - seq
     # Blocks from the right that some row of a tile does not see all of.
     edges = BLOCK_M // bn + (packed or (offset + right) % bn > 0) if right >= 0 else int(packed or context % bn > 0)
-    section = _section(sizes, target, q.element_size())
+    section = section_of(sizes, target, q.element_size())
     row_tiles = cdiv(seq, BLOCK_M)
     with on_device(q):
         if packed:
             table = planned[-1]
-            step = 0 if seqused_k is None else tma_strides(k)[0] // tma_strides(k)[1]
-            bounds = Bounds(left, right, bn, context, step, seq)
+            bounds = Bounds(left, right, bn, context, 0 if seqused_k is None else _step(k), seq)
             if cu_seqlens_q is not None:
                 schedule_segments(cu_seqlens_q, cu_seqlens_k, None, seq, context, BLOCK_M, planned[0])
             order(planned[0] if cu_seqlens_q is not None else None, seqused_k, bounds, heads, min(section, heads), table, batch)
@@ -468,13 +478,16 @@ def launch(
         else:
             table = equal_table(Bounds(left, right, bn, context, 0, seq), batch * heads, min(section, batch * heads),
                                 min(target.sms, row_tiles * batch * heads), q.device)  # fmt: skip
-        blocks = [descriptor(t, [1, n, 1, width], ragged=packed) for t, n, width in (
-            (q, ROWS, head_dim), (k, bn, head_dim), (v, bn, head_dim), (out, ROWS, min(head_dim, 128)))]  # fmt: skip
+        wide = head_dim == 192  # 128 columns and 64 more; beside their rings is room for half of out, as it is with 256
+        width = 128 if wide else head_dim
+        blocks = [n and descriptor(t, [1, rows, 1, n], ragged=packed) for t, rows, n in (
+            (q, ROWS, width), (q, ROWS, 64 if wide else None), (k, bn, width), (k, bn, 64 if wide else None), (v, bn, v_dim),
+            (out, ROWS, 64 if wide else min(v_dim, 128)))]  # fmt: skip
         _launch(
             _forward_kernel, (table.shape[1],),
             (*blocks, lse, table, sinks, (softcap or scale) * LOG2E, scale / softcap if softcap else None, table.shape[0] - 1,
              row_tiles, seq, context, lse_step if packed else heads, group, offset - left, offset + right),
-            {"D": head_dim, "BN": bn, "K_STAGES": config.k_stages, "V_STAGES": config.v_stages, "LEFT": left >= 0,
+            {"D": v_dim, "BN": bn, "K_STAGES": config.k_stages, "V_STAGES": config.v_stages, "LEFT": left >= 0,
              "RIGHT": min(right + 1, 2), "EDGES": edges, "PINGPONG": config.pingpong, "PACKED": packed,
              "EMPTY": packed or (right >= 0 and context < seq), "num_warps": 4, "maxnreg": 168},
         )  # fmt: skip

@@ -4,6 +4,8 @@
     grad_q = scale * ds @ k            grad_k = scale * ds^T @ q                 grad_v = p^T @ grad_out
     grad_sinks = -sum(exp(sink - lse) * delta, batch seq)
 
+With softcap logits x become c(x) = softcap * tanh(x / softcap), and ds takes the factor c'(x) = 1 - tanh(x / softcap)^2.
+
 Axes, dtypes and what a query sees as in attention_hopper.py; here context may be shorter than seq, and sequences may be packed.
 grad_k and grad_v are summed over the heads of a group in registers; grad_q is summed over key tiles in memory, in an order that
 varies: not deterministic, where attention_backward.py is. 5 products.
@@ -18,7 +20,7 @@ grad_q to memory by TMA. Logits are held transposed, so that p^T and ds^T are re
 through shared memory for grad_q, of which each consumer makes one half of head_dim. Order of issue in block j, so that a product
 is always in flight:
 dP(j) | exponentials | grad_v(j) | ds | grad_k(j) | barrier | grad_q(j) | S(j+1) | pass grad_q(j) on | wait for S(j+1).
-With head_dim 256 the consumers share 64 keys (_wide_consumer); not measured yet.
+With head_dim 192 (v_dim 128) and 256 the consumers share 64 keys (_attention_hopper_wide.py); not measured yet.
 
 Tiles of queries that see none of the keys are left out, and a tile is masked only where an edge crosses it. TMA copies of packed
 sequences end with their segment (_gluon.descriptor, ragged), so what lies behind it reaches nothing.
@@ -43,15 +45,20 @@ from ._attention_hopper_parts import (
     _finish_kernel,
     _prepare_kernel,
     _sinks_kernel,
+    add_part,
     at_edge,
     bounds,
     buffer_axes,
+    in_fours,
+    keys_of,
+    landed,
     masked,
+    tanh,
     walk,
 )
+from ._attention_hopper_wide import wide_consumer
 from ._attention_tiles import LOG2E, schedule
 from ._gluon import (
-    add_four,
     allocate_barriers,
     bar_sync,
     descriptor,
@@ -59,6 +66,7 @@ from ._gluon import (
     gl,
     gluon,
     mbarrier,
+    one_less_square,
     tma_add,
     tma_load,
     tma_store,
@@ -80,16 +88,18 @@ STAGES = 2
 
 @gluon.jit
 def _producer(
-    q, k, v, grad_out, stats, q_s, k_s, v_s, g_s, stats_s, kv_full, q_full, g_full, empty, kv, key, first, end, blocks, seq,
-    context, q_start, k_start, base, TILES, KV_HEADS, GROUP, WALL: gl.constexpr, PACKED: gl.constexpr,
+    WALL: gl.constexpr, PACKED: gl.constexpr, q2, k2, q2_s, k2_s, q, k, v, grad_out, stats, q_s, k_s, v_s, g_s, stats_s, kv_full,
+    q_full, g_full, empty, kv, key, first, end, blocks, seq, context, q_start, k_start, base, TILES, KV_HEADS, GROUP,
 ):  # fmt: skip
     STAGES: gl.constexpr = q_s.type.shape[0]
     b = kv // KV_HEADS
     kv_head = kv - b * KV_HEADS
     KEYS: gl.constexpr = k_s.type.shape[0]
-    mbarrier.expect(kv_full.index(0), KEYS * k.block_type.nbytes)
+    mbarrier.expect(kv_full.index(0), KEYS * (k.block_type.nbytes + (k2.block_type.nbytes if k2 is not None else 0)))
     for c in gl.static_range(KEYS):
         tma_load(k, corner_of(b, k_start, context, key + c * 64, kv_head, 0, PACKED), kv_full.index(0), k_s.index(c))
+        if k2 is not None:
+            tma_load(k2, corner_of(b, k_start, context, key + c * 64, kv_head, 128, PACKED), kv_full.index(0), k2_s.index(c))
     mbarrier.expect(kv_full.index(1), KEYS * v.block_type.nbytes)
     for c in gl.static_range(KEYS):
         tma_load(v, corner_of(b, k_start, context, key + c * 64, kv_head, 0, PACKED), kv_full.index(1), v_s.index(c))
@@ -99,8 +109,12 @@ def _producer(
         stage = i % STAGES
         place = corner_of(b, q_start, seq, m * 64, h - b * KV_HEADS * GROUP, 0, PACKED)
         mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
-        mbarrier.expect(q_full.index(stage), q.block_type.nbytes + stats.block_type.nbytes)
+        more: gl.constexpr = q2.block_type.nbytes if q2 is not None else 0
+        mbarrier.expect(q_full.index(stage), q.block_type.nbytes + more + stats.block_type.nbytes)
         tma_load(q, place, q_full.index(stage), q_s.index(stage))
+        if q2 is not None:
+            place2 = corner_of(b, q_start, seq, m * 64, h - b * KV_HEADS * GROUP, 128, PACKED)
+            tma_load(q2, place2, q_full.index(stage), q2_s.index(stage))
         tma_load(stats, [(h * TILES + base + m) * 128], q_full.index(stage), stats_s.index(stage))
         mbarrier.expect(g_full.index(stage), grad_out.block_type.nbytes)
         tma_load(grad_out, place, g_full.index(stage), g_s.index(stage))
@@ -125,11 +139,12 @@ def _adder(sums, dq_s, dq_full, dq_empty, kv, first, end, blocks, base, TILES, G
 
 @gluon.jit
 def _consumer(
-    CID: gl.constexpr, grad_k, grad_v, q_s, k_s, v_s, g_s, stats_s, ds_s, dq_s, kv_full, q_full, g_full, empty, dq_full, dq_empty,
-    sums, kv, key, first, end, blocks, seq, context, left, right, k_start, base, gain, TILES, KV_HEADS, GROUP, scale, scale2,
-    D: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr, DIRECT: gl.constexpr,
+    CID: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr, DIRECT: gl.constexpr,
+    grad_k, grad_v, sums, cap, q_s, k_s, v_s, g_s, stats_s, ds_s, dq_s, kv_full, q_full, g_full, empty, dq_full, dq_empty, kv,
+    key, first, end, blocks, seq, context, left, right, k_start, base, gain, TILES, KV_HEADS, GROUP, scale, scale2,
 ):  # fmt: skip
-    """DIRECT: add grad_q to memory from registers. gain: NaN for a segment that cannot be, else 1."""
+    """DIRECT: add grad_q to memory from registers. gain: NaN for a segment that cannot be, else 1. Of grad_k, grad_v and sums
+    those that are None are not made."""
     STAGES: gl.constexpr = q_s.type.shape[0]
     HALF: gl.constexpr = D // 2
     dtype: gl.constexpr = q_s.dtype
@@ -166,42 +181,47 @@ def _consumer(
         flying_dp = warpgroup_mma(v, gt.permute((1, 0)), zero, use_acc=False, is_async=True)
         past = m * 64
         edge = at_edge(low + past, high + past, limit, LEFT, RIGHT)
-        if DIRECT:
+        if cap is not None:
+            s = tanh(s * cap)
+        if DIRECT or cap is not None:
             if edge:
                 s = masked(s, low + past, high + past, limit, float("-inf"), LEFT, RIGHT)
         p = gl.exp2(s * scale2 - stats_s.index(stage).slice(0, 64).load(columns)[None, :])
-        if not DIRECT:
+        if not DIRECT and cap is None:
             if edge:
                 p = masked(p, low + past, high + past, limit, 0.0, LEFT, RIGHT)
-        flying_dv = warpgroup_mma(gl.convert_layout(p.to(dtype), p_layout), gt, dv, is_async=True)
-        dp = warpgroup_mma_wait(1, deps=(flying_dp,))
+        if grad_v is not None:
+            dv = warpgroup_mma(gl.convert_layout(p.to(dtype), p_layout), gt, dv, is_async=True)
+        if cap is not None:
+            p = p * one_less_square(s)  # which is 0 where s is -inf
+        dp = warpgroup_mma_wait(1 if grad_v is not None else 0, deps=(flying_dp,))
         dp = dp - stats_s.index(stage).slice(64, 64).load(columns)[None, :]
         ds = (p * dp).to(dtype)
         buffer = (i & 1) * 2
-        ds_s.index(buffer + CID).store(ds)
-        fence_async_shared()
-        flying_dk = warpgroup_mma(gl.convert_layout(ds, p_layout), qt, dk, is_async=True)
-        # Also: both consumers have finished grad_q of block i-1, whose buffer of ds the next block takes.
-        bar_sync(8, 256)
-        flying_dq = warpgroup_mma(ds_s.index(buffer).permute((1, 0)), k_low, zero_dq, use_acc=False, is_async=True)
-        flying_dq = warpgroup_mma(ds_s.index(buffer + 1).permute((1, 0)), k_high, flying_dq, is_async=True)
-        dv, dk = warpgroup_mma_wait(2, deps=(flying_dv, flying_dk))
+        if sums is not None:
+            ds_s.index(buffer + CID).store(ds)
+            fence_async_shared()
+        if grad_k is not None:
+            dk = warpgroup_mma(gl.convert_layout(ds, p_layout), qt, dk, is_async=True)
+        if sums is not None:
+            # Also: both consumers have finished grad_q of block i-1, whose buffer of ds the next block takes.
+            bar_sync(8, 256)
+            flying_dq = warpgroup_mma(ds_s.index(buffer).permute((1, 0)), k_low, zero_dq, use_acc=False, is_async=True)
+            flying_dq = warpgroup_mma(ds_s.index(buffer + 1).permute((1, 0)), k_high, flying_dq, is_async=True)
+        dv, dk = landed(2 if sums is not None else 0, dv, dk, grad_v, grad_k)
         following = gl.where(i + 1 < blocks, (i + 1) % STAGES, stage)
         mbarrier.wait(q_full.index(following), ((i + 1) // STAGES) & 1, pred=i + 1 < blocks)
         # After the last block this multiplies the same q again, and its result goes nowhere.
         flying_s = warpgroup_mma(k, q_s.index(following).reshape([64, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
-        dq = warpgroup_mma_wait(1, deps=(flying_dq,))
-        # Four floats that a thread holds become neighbours.
-        dq = dq.reshape([4, 2, 8, HALF // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([D // 8, 256])
-        if DIRECT:
-            tile = (h * TILES + base + m).to(gl.int64) * 2 + CID
-            rows = gl.arange(0, D // 8, gl.SliceLayout(1, dq.type.layout))[:, None]
-            add_four(sums + tile * (32 * D) + (rows * 256 + gl.arange(0, 256, gl.SliceLayout(0, dq.type.layout))[None, :]), dq)
-        else:
-            mbarrier.wait(dq_empty.index(CID), (i & 1) ^ 1)
-            dq_s.index(CID).store(dq)
-            fence_async_shared()
-            mbarrier.arrive(dq_full.index(CID), count=1)
+        if sums is not None:
+            dq = warpgroup_mma_wait(1, deps=(flying_dq,))
+            if DIRECT:
+                add_part(sums + ((h * TILES + base + m).to(gl.int64) * 2 + CID) * (32 * D), dq)
+            else:
+                mbarrier.wait(dq_empty.index(CID), (i & 1) ^ 1)
+                dq_s.index(CID).store(in_fours(dq))
+                fence_async_shared()
+                mbarrier.arrive(dq_full.index(CID), count=1)
         mbarrier.arrive(empty.index(stage), count=1)
         # No wgmma may be in flight over the end of the loop: ptxas would make all of them wait for one another.
         s = warpgroup_mma_wait(0, deps=(flying_s,))
@@ -213,96 +233,16 @@ def _consumer(
     if PACKED:
         dv *= gain
         scale *= gain
-    v.store(dv.to(dtype))
-    k.store((dk * scale).to(dtype))
+    if grad_v is not None:
+        v.store(dv.to(dtype))
+    if grad_k is not None:
+        k.store((dk * scale).to(dtype))
     fence_async_shared()
     place = corner_of(b, k_start, context, key, kv_head, 0, PACKED)
-    tma_store(grad_v, place, v_s.index(CID))
-    tma_store(grad_k, place, k_s.index(CID))
-    tma_store_wait(0)
-
-
-@gluon.jit
-def _wide_consumer(
-    CID: gl.constexpr, grad_k, grad_v, q_s, k_s, v_s, g_s, stats_s, ds_s, kv_full, q_full, g_full, empty, sums, kv, key, first,
-    end, blocks, seq, context, left, right, k_start, base, gain, TILES, KV_HEADS, GROUP, scale, scale2,
-    D: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr,
-):  # fmt: skip
-    """For head_dim 256, of which grad_k and grad_v of 64 keys would fill the registers: both consumers have the same 64 keys, of
-    S and dP each makes 32 queries, and of all gradients one half of head_dim. p^T and ds^T go through shared memory.
-
-    grad_q comes first and S(j+1) last, after the sums of grad_q have left their registers: ptxas spills half as much."""
-    STAGES: gl.constexpr = q_s.type.shape[0]
-    HALF: gl.constexpr = D // 2
-    dtype: gl.constexpr = q_s.dtype
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    columns: gl.constexpr = gl.SliceLayout(0, s_layout)
-    k = k_s.index(0).reshape([64, D])
-    v = v_s.index(0).reshape([64, D])
-    k_half = k.slice(CID * HALF, HALF, 1)
-    dk = gl.zeros([64, HALF], gl.float32, acc_layout)
-    dv = gl.zeros([64, HALF], gl.float32, acc_layout)
-    low, high, limit = bounds(seq, context, key, left, right, LEFT, RIGHT)
-    zero = gl.zeros([64, 32], gl.float32, s_layout)
-    zero_dq = gl.zeros([64, HALF], gl.float32, acc_layout)
-    mbarrier.wait(kv_full.index(0), 0)
-    s = zero
-    if blocks > 0:
-        mbarrier.wait(q_full.index(0), 0)
-        rows = q_s.index(0).reshape([64, D]).slice(CID * 32, 32, 0)
-        s = warpgroup_mma(k, rows.permute((1, 0)), zero, use_acc=False)
-    mbarrier.wait(kv_full.index(1), 0)
-    m = first
-    h = kv * GROUP
-    for i in range(blocks):
-        stage = i % STAGES
-        qt = q_s.index(stage).reshape([64, D])
-        gt = g_s.index(stage).reshape([64, D])
-        mbarrier.wait(g_full.index(stage), (i // STAGES) & 1)
-        flying_dp = warpgroup_mma(v, gt.slice(CID * 32, 32, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
-        p = gl.exp2(s * scale2 - stats_s.index(stage).slice(CID * 32, 32).load(columns)[None, :])
-        past = m * 64
-        if at_edge(low + past, high + past, limit, LEFT, RIGHT):
-            p = masked(p, low + past + CID * 32, high + past + CID * 32, limit, 0.0, LEFT, RIGHT)
-        buffer = (i & 1) * 2
-        ds_s.index(buffer).slice(CID * 32, 32, 1).store(p.to(dtype))
-        dp = warpgroup_mma_wait(0, deps=(flying_dp,))
-        dp = dp - stats_s.index(stage).slice(64 + CID * 32, 32).load(columns)[None, :]
-        ds_s.index(buffer + 1).slice(CID * 32, 32, 1).store((p * dp).to(dtype))
-        fence_async_shared()
-        # Also: both consumers have finished the products of block i-1, whose buffers the next block takes.
-        bar_sync(8, 256)
-        flying_dq = warpgroup_mma(ds_s.index(buffer + 1).permute((1, 0)), k_half, zero_dq, use_acc=False, is_async=True)
-        flying_dv = warpgroup_mma(ds_s.index(buffer), gt.slice(CID * HALF, HALF, 1), dv, is_async=True)
-        flying_dk = warpgroup_mma(ds_s.index(buffer + 1), qt.slice(CID * HALF, HALF, 1), dk, is_async=True)
-        dq = warpgroup_mma_wait(2, deps=(flying_dq,))
-        dq = dq.reshape([4, 2, 8, HALF // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([D // 8, 256])
-        tile = (h * TILES + base + m).to(gl.int64) * 2 + CID
-        at = gl.arange(0, D // 8, gl.SliceLayout(1, dq.type.layout))[:, None] * 256
-        add_four(sums + tile * (32 * D) + (at + gl.arange(0, 256, gl.SliceLayout(0, dq.type.layout))[None, :]), dq)
-        following = gl.where(i + 1 < blocks, (i + 1) % STAGES, stage)
-        mbarrier.wait(q_full.index(following), ((i + 1) // STAGES) & 1, pred=i + 1 < blocks)
-        rows = q_s.index(following).reshape([64, D]).slice(CID * 32, 32, 0)
-        flying_s = warpgroup_mma(k, rows.permute((1, 0)), zero, use_acc=False, is_async=True)
-        dv, dk = warpgroup_mma_wait(1, deps=(flying_dv, flying_dk))
-        mbarrier.arrive(empty.index(stage), count=1)
-        s = warpgroup_mma_wait(0, deps=(flying_s,))
-        m, h = walk(m, h, first, end, LEFT or RIGHT > 0)
-    bar_sync(8, 256)  # both consumers read all of k and v
-    b = kv // KV_HEADS
-    place = corner_of(b, k_start, context, key, kv - b * KV_HEADS, 0, PACKED)
-    if PACKED:
-        dv *= gain
-        scale *= gain
-    v.slice(CID * HALF, HALF, 1).store(dv.to(dtype))
-    k_half.store((dk * scale).to(dtype))
-    fence_async_shared()
-    bar_sync(8, 256)  # both have written their halves
-    if CID == 0:
-        tma_store(grad_v, place, v_s.index(0))
-    else:
-        tma_store(grad_k, place, k_s.index(0))
+    if grad_v is not None:
+        tma_store(grad_v, place, v_s.index(CID))
+    if grad_k is not None:
+        tma_store(grad_k, place, k_s.index(CID))
     tma_store_wait(0)
 
 
@@ -310,22 +250,30 @@ def _wide_consumer(
     do_not_specialize=["seq", "context", "left", "right", "TILES", "KEY_TILES", "KV_HEADS", "GROUP", "CHUNK", "KV"]
 )
 def _products_kernel(
-    q, k, v, grad_out, stats, sums_by_tma, grad_k, grad_v, sums, schedule, scale, scale2, seq, context, left, right, TILES,
-    KEY_TILES, KV_HEADS, GROUP, CHUNK, KV,
+    q, q2, k, k2, v, grad_out, stats, sums_by_tma, grad_k, grad_k2, grad_v, sums, schedule, scale, scale2, cap, seq, context,
+    left, right, TILES, KEY_TILES, KV_HEADS, GROUP, CHUNK, KV,
     D: gl.constexpr, STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, DIRECT: gl.constexpr,
 ):  # fmt: skip
-    """RIGHT: 0 without a bound, 1 causal, 2 with any other. schedule: tiles of keys of packed sequences."""
+    """RIGHT: 0 without a bound, 1 causal, 2 with any other. schedule: tiles of keys of packed sequences. scale2, cap: of base-2
+    logits and None, or softcap * log2(e) and scale / softcap. Results that are None are not made. q2, k2, grad_k2: columns from
+    128 on with head_dim 192, else None."""
     PACKED: gl.constexpr = schedule is not None
     WALL: gl.constexpr = LEFT or RIGHT > 0
-    WIDE: gl.constexpr = D == 256
+    WIDE: gl.constexpr = D > 128
     KEYS: gl.constexpr = 1 if WIDE else 2  # of 64
-    BLOCK: gl.constexpr = [1, 1, 64, 1, D] if PACKED else [1, 64, 1, D]
-    q_s = gl.allocate_shared_memory(q.dtype, [STAGES] + BLOCK, q.layout)
-    k_s = gl.allocate_shared_memory(k.dtype, [KEYS] + BLOCK, k.layout)
-    v_s = gl.allocate_shared_memory(v.dtype, [KEYS] + BLOCK, v.layout)
-    g_s = gl.allocate_shared_memory(q.dtype, [STAGES] + BLOCK, grad_out.layout)
+    q_s = gl.allocate_shared_memory(q.dtype, [STAGES] + q.block_shape, q.layout)
+    k_s = gl.allocate_shared_memory(k.dtype, [KEYS] + k.block_shape, k.layout)
+    v_s = gl.allocate_shared_memory(v.dtype, [KEYS] + v.block_shape, v.layout)
+    g_s = gl.allocate_shared_memory(q.dtype, [STAGES] + grad_out.block_shape, grad_out.layout)
+    if q2 is None:
+        q2_s: gl.constexpr = None
+        k2_s: gl.constexpr = None
+    else:
+        q2_s = gl.allocate_shared_memory(q.dtype, [STAGES] + q2.block_shape, q2.layout)
+        k2_s = gl.allocate_shared_memory(k.dtype, [KEYS] + k2.block_shape, k2.layout)
     ds_s = gl.allocate_shared_memory(q.dtype, [4, 64, 64], gl.NVMMASharedLayout(64 if WIDE else 128, 16, 2))
-    dq_s = gl.allocate_shared_memory(gl.float32, [1 if DIRECT else 2, 1 if DIRECT else D // 8, 256], sums_by_tma.layout)
+    dq_shape: gl.constexpr = [1, 1, 256] if DIRECT else [2, D // 8, 256]
+    dq_s = gl.allocate_shared_memory(gl.float32, dq_shape, gl.NVMMASharedLayout(0, 32, 2))
     stats_s = gl.allocate_shared_memory(gl.float32, [STAGES, 128], stats.layout)
     kv_full = allocate_barriers(2, 1)
     dq_full = allocate_barriers(2, 1)
@@ -373,52 +321,30 @@ def _products_kernel(
             first = gl.where(end > 0, (2 * n) % gl.maximum(end, 1), 0)
         else:
             first = (2 * n) % TILES
+    # Constants and what may be None come before `+`: behind it triton makes plain numbers of them.
+    loads = (q, k, v, grad_out, stats, q_s, k_s, v_s, g_s, stats_s, kv_full, q_full, g_full, empty, kv, key, first, end, blocks,
+             seq, context, q_start, k_start, base, TILES, KV_HEADS, GROUP)  # fmt: skip
+    shared = (q_s, k_s, v_s, g_s, stats_s, ds_s, dq_s, kv_full, q_full, g_full, empty, dq_full, dq_empty, kv, key, first, end,
+              blocks, seq, context, left, right, k_start, base, gain, TILES, KV_HEADS, GROUP, scale, scale2)  # fmt: skip
     if WIDE:
-        gl.warp_specialize(
-            [
-                (_wide_consumer, (0, grad_k, grad_v, q_s, k_s, v_s, g_s, stats_s, ds_s, kv_full, q_full, g_full, empty, sums, kv,
-                                  key, first, end, blocks, seq, context, left, right, k_start, base, gain, TILES, KV_HEADS,
-                                  GROUP, scale, scale2, D, LEFT, RIGHT, PACKED)),
-                (_wide_consumer, (1, grad_k, grad_v, q_s, k_s, v_s, g_s, stats_s, ds_s, kv_full, q_full, g_full, empty, sums, kv,
-                                  key, first, end, blocks, seq, context, left, right, k_start, base, gain, TILES, KV_HEADS,
-                                  GROUP, scale, scale2, D, LEFT, RIGHT, PACKED)),
-                (_producer, (q, k, v, grad_out, stats, q_s, k_s, v_s, g_s, stats_s, kv_full, q_full, g_full, empty, kv, key,
-                             first, end, blocks, seq, context, q_start, k_start, base, TILES, KV_HEADS, GROUP, WALL, PACKED)),
-            ],
-            [4, 1],
-            [240, 24],
-        )  # fmt: skip
+        gl.warp_specialize([
+            (wide_consumer, (0, D, LEFT, RIGHT, PACKED, grad_k, grad_k2, grad_v, sums, cap, q2_s, k2_s) + shared),
+            (wide_consumer, (1, D, LEFT, RIGHT, PACKED, grad_k, grad_k2, grad_v, sums, cap, q2_s, k2_s) + shared),
+            (_producer, (WALL, PACKED, q2, k2, q2_s, k2_s) + loads),
+        ], [4, 1], [240, 24])  # fmt: skip
     elif DIRECT:
-        gl.warp_specialize(
-            [
-                (_consumer, (0, grad_k, grad_v, q_s, k_s, v_s, g_s, stats_s, ds_s, dq_s, kv_full, q_full, g_full, empty, dq_full,
-                             dq_empty, sums, kv, key, first, end, blocks, seq, context, left, right, k_start, base, gain,
-                             TILES, KV_HEADS, GROUP, scale, scale2, D, LEFT, RIGHT, PACKED, DIRECT)),
-                (_consumer, (1, grad_k, grad_v, q_s, k_s, v_s, g_s, stats_s, ds_s, dq_s, kv_full, q_full, g_full, empty, dq_full,
-                             dq_empty, sums, kv, key, first, end, blocks, seq, context, left, right, k_start, base, gain,
-                             TILES, KV_HEADS, GROUP, scale, scale2, D, LEFT, RIGHT, PACKED, DIRECT)),
-                (_producer, (q, k, v, grad_out, stats, q_s, k_s, v_s, g_s, stats_s, kv_full, q_full, g_full, empty, kv, key,
-                             first, end, blocks, seq, context, q_start, k_start, base, TILES, KV_HEADS, GROUP, WALL, PACKED)),
-            ],
-            [4, 1],
-            [240, 24],
-        )  # fmt: skip
+        gl.warp_specialize([
+            (_consumer, (0, D, LEFT, RIGHT, PACKED, DIRECT, grad_k, grad_v, sums, cap) + shared),
+            (_consumer, (1, D, LEFT, RIGHT, PACKED, DIRECT, grad_k, grad_v, sums, cap) + shared),
+            (_producer, (WALL, PACKED, q2, k2, q2_s, k2_s) + loads),
+        ], [4, 1], [240, 24])  # fmt: skip
     else:
-        gl.warp_specialize(
-            [
-                (_consumer, (0, grad_k, grad_v, q_s, k_s, v_s, g_s, stats_s, ds_s, dq_s, kv_full, q_full, g_full, empty, dq_full,
-                             dq_empty, sums, kv, key, first, end, blocks, seq, context, left, right, k_start, base, gain,
-                             TILES, KV_HEADS, GROUP, scale, scale2, D, LEFT, RIGHT, PACKED, DIRECT)),
-                (_consumer, (1, grad_k, grad_v, q_s, k_s, v_s, g_s, stats_s, ds_s, dq_s, kv_full, q_full, g_full, empty, dq_full,
-                             dq_empty, sums, kv, key, first, end, blocks, seq, context, left, right, k_start, base, gain,
-                             TILES, KV_HEADS, GROUP, scale, scale2, D, LEFT, RIGHT, PACKED, DIRECT)),
-                (_producer, (q, k, v, grad_out, stats, q_s, k_s, v_s, g_s, stats_s, kv_full, q_full, g_full, empty, kv, key,
-                             first, end, blocks, seq, context, q_start, k_start, base, TILES, KV_HEADS, GROUP, WALL, PACKED)),
-                (_adder, (sums_by_tma, dq_s, dq_full, dq_empty, kv, first, end, blocks, base, TILES, GROUP, WALL)),
-            ],
-            [4, 1, 1],
-            [240, 24, 24],
-        )  # fmt: skip
+        gl.warp_specialize([
+            (_consumer, (0, D, LEFT, RIGHT, PACKED, DIRECT, grad_k, grad_v, sums, cap) + shared),
+            (_consumer, (1, D, LEFT, RIGHT, PACKED, DIRECT, grad_k, grad_v, sums, cap) + shared),
+            (_producer, (WALL, PACKED, q2, k2, q2_s, k2_s) + loads),
+            (_adder, (sums_by_tma, dq_s, dq_full, dq_empty, kv, first, end, blocks, base, TILES, GROUP, WALL)),
+        ], [4, 1, 1], [240, 24, 24])  # fmt: skip
 
 
 def unfit(target: Target, dtype: torch.dtype, head_dim: int, v_dim: int) -> str:
@@ -426,41 +352,49 @@ def unfit(target: Target, dtype: torch.dtype, head_dim: int, v_dim: int) -> str:
     return attention_hopper.unfit(target, dtype, head_dim, v_dim)
 
 
+Buffers = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+def _buffers(q: Tensor, k: Tensor, cu_seqlens: tuple[Tensor, Tensor] | None, need_q: bool) -> Buffers:
+    """As launch takes them."""
+    sizes = {"batch": q.shape[0], "seq": q.shape[1], "heads": q.shape[2], "head_dim": q.shape[3], "k_len": k.shape[1],
+             "sequences": 0 if cu_seqlens is None else cu_seqlens[0].shape[0] - 1}  # fmt: skip
+    n = buffer_axes(sizes, cu_seqlens is not None)
+    plans = [torch.empty(n[f"{x}_slots"], n["columns"], dtype=torch.int32, device=q.device) if cu_seqlens is not None else None
+             for x in "qk"]  # fmt: skip
+    sums = torch.empty(n["sums_rows"], n["sums_columns"], dtype=torch.float32, device=q.device) if need_q else None
+    return torch.empty(n["stats_numbers"], dtype=torch.float32, device=q.device), sums, plans[0], plans[1]
+
+
 def launch(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, sinks: Tensor | None,
-    cu_seqlens: tuple[Tensor, Tensor] | None, left: int, right: int, scale: float,
-    grads: tuple[Tensor, Tensor, Tensor, Tensor | None] | None = None, buffers: tuple[Tensor, ...] | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """grad_q, grad_k, grad_v and, where there are sinks, grad_sinks.
+    cu_seqlens: tuple[Tensor, Tensor] | None, left: int, right: int, scale: float, softcap: float = 0.0,
+    need_q: bool = True, need_k: bool = True, need_v: bool = True, need_sinks: bool = True,
+    grads: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None] | None = None, buffers: Buffers | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """grad_q, grad_k, grad_v and, where there are sinks, grad_sinks; None for each that is not needed.
 
-    Arguments as attention_hopper.launch takes and gives them; last axes dense. cu_seqlens: boundaries of packed queries and keys,
-    int32 `segments+1`, never read on the host. Rows that see nothing (lse -inf) give and get zeros, and so do tokens past the
-    last boundary; boundaries that decrease or pass the tokens give NaN. grads: where the results go; buffers: of buffer_axes,
-    "stats_numbers" and "sums_rows sums_columns" in fp32, and with cu_seqlens "q_slots columns" and "k_slots columns" in int32;
-    both made here if None.
+    Arguments as attention_hopper.launch takes and gives them: q, k, v and grad_out with rows that TMA takes (_launch.tma_ready),
+    out with a dense last axis, lse contiguous. cu_seqlens: boundaries of packed queries and keys, int32 `segments+1`, never read
+    on the host. Rows that see nothing (lse -inf) give and get zeros, and so do tokens past the last boundary; boundaries that
+    decrease or pass the tokens give NaN. grads: where the results go, None for each that is not needed; buffers: of buffer_axes,
+    "stats_numbers" and (None unless need_q) "sums_rows sums_columns" in fp32, and (None but with cu_seqlens) "q_slots columns"
+    and "k_slots columns" in int32; made here if None.
     """
     batch, seq, heads, head_dim = q.shape
     context, kv_heads = k.shape[1:3]
-    keys = ROWS if head_dim == 256 else 2 * ROWS
+    v_dim = v.shape[-1]
     if grads is None:
-        made = [torch.empty(t.shape, dtype=q.dtype, device=q.device) for t in (q, k, v)]
-        grads = made[0], made[1], made[2], None if sinks is None else torch.empty_like(sinks)
-    if buffers is None:
-        sizes = {"batch": batch, "heads": heads, "seq": seq, "k_len": context, "head_dim": head_dim,
-                 "sequences": 0 if cu_seqlens is None else cu_seqlens[0].shape[0] - 1}  # fmt: skip
-        n = buffer_axes(sizes, cu_seqlens is not None)
-        tables = [(n["q_slots"], n["columns"]), (n["k_slots"], n["columns"])] if cu_seqlens is not None else []
-        buffers = (torch.empty(n["stats_numbers"], dtype=torch.float32, device=q.device),
-                   torch.empty(n["sums_rows"], n["sums_columns"], dtype=torch.float32, device=q.device),
-                   *(torch.empty(shape, dtype=torch.int32, device=q.device) for shape in tables))  # fmt: skip
-    grad_q, grad_k, grad_v, grad_sinks = grads
-    stats, sums, *plans = buffers
-    q_plan, k_plan = plans or (None, None)
+        made = [torch.empty(t.shape, dtype=q.dtype, device=q.device) if need else None
+                for t, need in ((q, need_q), (k, need_k), (v, need_v))]  # fmt: skip
+        grads = made[0], made[1], made[2], torch.empty_like(sinks) if sinks is not None and need_sinks else None
+    stats, sums, q_plan, k_plan = _buffers(q, k, cu_seqlens, need_q) if buffers is None else buffers
+    keys = keys_of(head_dim)
     tiles, key_tiles = cdiv(seq, ROWS), cdiv(context, keys)
     if q_plan is not None and k_plan is not None:
         tiles, key_tiles = q_plan.shape[0], k_plan.shape[0]
     every = batch * heads * tiles
-    direct = head_dim != 128
+    direct = head_dim != 128 or not need_q
     # H200, 2026-11-29: kv heads of a chunk; more at once lose at 8k and beyond.
     chunk = 16 if head_dim == 64 else 8 if seq <= 4096 else 4
     shape = (seq, heads, tiles)
@@ -475,18 +409,27 @@ def launch(
         _launch(
             _prepare_kernel, (every,),
             (out, grad_out, lse, stats, sums, q_plan, *shape, *out.stride()[:3], *grad_out.stride()[:3]),
-            {"BLANK": blank, **options},
+            {"V": v_dim, "BLANK": blank, **options},
         )  # fmt: skip
-        loads = [descriptor(t, [1, ROWS, 1, head_dim], ragged=ragged) for t in (q, k, v, grad_out)]
-        flat = descriptor(stats, [2 * ROWS], swizzle=False), descriptor(sums, [head_dim // 8, 256], swizzle=False)
-        stores = [descriptor(t, [1, ROWS, 1, head_dim], ragged=ragged) for t in (grad_k, grad_v)]
-        _launch(
-            _products_kernel, (batch * kv_heads * key_tiles,),
-            (*loads, *flat, *stores, sums, k_plan, scale, scale * LOG2E, seq, context, left, right, tiles, key_tiles, kv_heads,
-             heads // kv_heads, chunk, batch * kv_heads),
-            {"STAGES": STAGES, "LEFT": left >= 0, "RIGHT": min(right + 1, 2), "DIRECT": direct, **options, "maxnreg": 168},
-        )  # fmt: skip
-        _launch(_finish_kernel, (every,), (sums, grad_q, q_plan, scale, *shape), options)
-        if sinks is not None:
-            _launch(_sinks_kernel, (heads,), (stats, sinks, grad_sinks, batch, heads, tiles), {"N": 16, "num_warps": 4})
+        if need_q or need_k or need_v:
+            width, more = (128, 64) if head_dim == 192 else (head_dim, 0)
+            loads, stores = (
+                [descriptor(t, [1, ROWS, 1, n], ragged=ragged) if t is not None and n else None for t, n in pairs]
+                for pairs in (
+                    ((q, width), (q, more), (k, width), (k, more), (v, v_dim), (grad_out, v_dim)),
+                    ((grads[1], width), (grads[1], more), (grads[2], v_dim)),
+                )
+            )
+            by_tma = None if direct or sums is None else descriptor(sums, [head_dim // 8, 256], swizzle=False)
+            _launch(
+                _products_kernel, (batch * kv_heads * key_tiles,),
+                (*loads, descriptor(stats, [2 * ROWS], swizzle=False), by_tma, *stores, sums, k_plan, scale,
+                 (softcap or scale) * LOG2E, scale / softcap if softcap else None, seq, context, left, right, tiles, key_tiles,
+                 kv_heads, heads // kv_heads, chunk, batch * kv_heads),
+                {"STAGES": STAGES, "LEFT": left >= 0, "RIGHT": min(right + 1, 2), "DIRECT": direct, **options, "maxnreg": 168},
+            )  # fmt: skip
+        if need_q:
+            _launch(_finish_kernel, (every,), (sums, grads[0], q_plan, scale, *shape), options)
+        if grads[3] is not None:
+            _launch(_sinks_kernel, (heads,), (stats, sinks, grads[3], batch, heads, tiles), {"N": 16, "num_warps": 4})
     return grads

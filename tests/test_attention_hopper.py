@@ -35,6 +35,7 @@ class Case:
     window: tuple[int, int] | None = None  # left and right, instead of causal
     sinks: bool = False
     softcap: float = 0.0
+    v_dim: int = 0  # where it is not head_dim
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -43,21 +44,22 @@ class Case:
     def __str__(self) -> str:
         left, right = self.bounds
         seen = f"{left},{right}" if self.window else "causal" if self.causal else "full"
-        name = f"{self.seq}x{self.context}-{seen}-d{self.head_dim}-{str(self.dtype)[6:]}"
+        v = f"v{self.v_dim}" if self.v_dim else ""
+        name = f"{self.seq}x{self.context}-{seen}-d{self.head_dim}{v}-{str(self.dtype)[6:]}"
         return f"{name}-b{self.batch}h{self.heads}kv{self.kv_heads}{'-sinks' * self.sinks}{'-cap' * (self.softcap > 0)}"
 
     def inputs(self, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v as slices of one tensor per sequence length, as a fused projection leaves them."""
         generator = torch.Generator().manual_seed(self.seq)
-        q, kv = self.heads * self.head_dim, 2 * self.kv_heads * self.head_dim
+        widths = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * (self.v_dim or self.head_dim)
 
         def draw(tokens: int, width: int) -> Tensor:
             if device == "meta":
                 return torch.empty(self.batch, tokens, width, dtype=self.dtype, device=device)
             return torch.randn(self.batch, tokens, width, generator=generator).to(self.dtype)
 
-        rows = draw(self.seq, q + kv)[..., :q].unflatten(-1, (self.heads, self.head_dim))
-        keys, values = draw(self.context, q + kv)[..., q:].unflatten(-1, (2, self.kv_heads, self.head_dim)).unbind(2)
+        rows = draw(self.seq, sum(widths)).split(widths, -1)[0].unflatten(-1, (self.heads, self.head_dim))
+        keys, values = (t.unflatten(-1, (self.kv_heads, -1)) for t in draw(self.context, sum(widths)).split(widths, -1)[1:])
         return rows, keys, values
 
     def sink_logits(self, device: str = "cpu") -> Tensor | None:
@@ -66,7 +68,7 @@ class Case:
 
 def formula(case: Case, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out and lse in float64, head by head. Rows that see nothing: 0 and -inf."""
-    out = torch.empty(q.shape, dtype=torch.float64)
+    out = torch.empty(*q.shape[:3], v.shape[-1], dtype=torch.float64)
     lse = torch.empty(case.batch, case.heads, case.seq, dtype=torch.float64)
     left, right = case.bounds
     for b in range(case.batch):
@@ -117,6 +119,8 @@ QUICK = [
     Case(130, 100, head_dim=256),
     Case(200, 300, softcap=0.5),
     Case(130, 200, softcap=3.0, causal=False, dtype=FP16),
+    Case(200, 300, head_dim=192, v_dim=128),
+    Case(130, 180, head_dim=192, v_dim=128, causal=False, heads=4, kv_heads=2, dtype=FP16, sinks=True),
 ]
 CASES = [
     Case(384, 500, window=(10, 7), sinks=True, head_dim=128),
@@ -144,6 +148,10 @@ CASES = [
     Case(200, 200, head_dim=256, heads=4, kv_heads=2),
     Case(200, 331, head_dim=256, window=(70, 0), sinks=True),
     Case(300, 300, softcap=20.0, head_dim=128, window=(100, 0), sinks=True),
+    Case(300, 170, head_dim=192, v_dim=128, batch=2, dtype=FP16),
+    Case(384, 384, head_dim=192, v_dim=128, causal=False),
+    Case(384, 500, head_dim=192, v_dim=128, window=(100, 7), sinks=True),
+    Case(200, 400, head_dim=192, v_dim=128, softcap=3.0, kv_heads=2),
 ]
 
 
@@ -221,7 +229,8 @@ def test_schedule(sizes: tuple[int, ...]):
 @pytest.mark.parametrize("change, message", [
     ({"target": TARGETS["sm_100"]}, "sm_100 is not sm_90"),
     ({"dtype": torch.float32}, "q is torch.float32, not bfloat16 or float16"),
-    ({"head_dim": 96}, "head_dim=96 and v_dim=96, not both 64, 128 or 256"),
+    ({"head_dim": 96}, "head_dim=96 and v_dim=96, neither 192 and 128 nor both 64, 128 or 256"),
+    ({"head_dim": 128, "v_dim": 64}, "head_dim=128 and v_dim=64, neither 192 and 128 nor both 64, 128 or 256"),
 ])  # fmt: skip
 def test_refusals(change: dict, message: str):
     target = change.pop("target", HOPPER)
@@ -229,11 +238,6 @@ def test_refusals(change: dict, message: str):
 
 
 # ---- what the compiler makes of it ---------------------------------------------------------------------------------------------
-
-
-def spills(case: Case) -> int:
-    """Bytes that ptxas may spill, all of them outside the loop without masks (test_order_in_the_main_loops)."""
-    return aot.spills(100 if case.softcap and case.bounds[0] >= 0 and case.head_dim >= 128 else 0)
 
 
 def machine_code(kernel) -> str:
@@ -253,42 +257,61 @@ def compiled(case: Case):
             *case.inputs("meta"), case.sink_logits("meta"), *case.bounds, case.head_dim**-0.5, case.softcap
         )  # fmt: skip
     (kernel,) = kernels
-    assert aot.problems(kernels, HOPPER, wgmma=True, max_spill_bytes=spills(case)) == []
     return kernel
 
 
+# With the bytes of spills with triton 3.6, which may only shrink: a few loads and stores a tile, none in a loop without masks
+# (test_order_in_the_main_loops). To find the tile in the table again instead would cost a hundred instructions.
 PLAIN = Case(4096, 4096, batch=2, heads=32, kv_heads=8)
-QUICK_AOT = [replace(PLAIN, head_dim=128)]
+LATENT = replace(PLAIN, kv_heads=32, head_dim=192, v_dim=128)
+QUICK_AOT = [(replace(PLAIN, head_dim=128), 0)]
 AOT_CASES = [
-    Case(8192, 8192, head_dim=128, heads=64, kv_heads=8, window=(127, 0), sinks=True),
-    PLAIN,
-    replace(PLAIN, causal=False, context=4000),
-    replace(PLAIN, head_dim=128, context=5000),
-    replace(PLAIN, head_dim=128, context=2000),
-    replace(PLAIN, head_dim=128, causal=False),
-    replace(PLAIN, head_dim=128, causal=False, dtype=FP16, context=5000),
-    replace(PLAIN, head_dim=256),
-    replace(PLAIN, head_dim=256, causal=False, context=5000),
-    replace(PLAIN, head_dim=256, softcap=30.0, window=(4095, 0)),
-    replace(PLAIN, softcap=30.0),
-    replace(PLAIN, head_dim=128, softcap=30.0),
-    replace(PLAIN, head_dim=128, softcap=30.0, window=(1023, 0)),
-    Case(8192, 8192, head_dim=64, heads=64, kv_heads=8, window=(127, 0), sinks=True),
+    (Case(8192, 8192, head_dim=128, heads=64, kv_heads=8, window=(127, 0), sinks=True), 0),
+    (PLAIN, 0),
+    (replace(PLAIN, causal=False, context=4000), 0),
+    (replace(PLAIN, head_dim=128, context=5000), 0),
+    (replace(PLAIN, head_dim=128, context=2000), 0),
+    (replace(PLAIN, head_dim=128, causal=False), 0),
+    (replace(PLAIN, head_dim=128, causal=False, dtype=FP16, context=5000), 0),
+    (replace(PLAIN, head_dim=128, window=(127, 20)), 16),
+    (replace(PLAIN, head_dim=256), 0),
+    (replace(PLAIN, head_dim=256, causal=False, context=5000), 0),
+    (replace(PLAIN, head_dim=256, window=(4095, 0)), 76),
+    (replace(PLAIN, head_dim=256, softcap=30.0, window=(4095, 0)), 60),
+    (replace(PLAIN, softcap=30.0), 0),
+    (replace(PLAIN, head_dim=128, softcap=30.0), 0),
+    (replace(PLAIN, head_dim=128, softcap=30.0, window=(1023, 0)), 0),
+    (replace(PLAIN, head_dim=128, softcap=30.0, window=(127, 20)), 16),
+    (Case(8192, 8192, head_dim=64, heads=64, kv_heads=8, window=(127, 0), sinks=True), 0),
+    (LATENT, 0),
+    (replace(LATENT, causal=False, dtype=FP16), 0),
+    (replace(LATENT, sinks=True, softcap=30.0), 0),
+    (replace(LATENT, window=(1023, 0)), 32),
+    (replace(LATENT, window=(127, 20)), 32),
+    (replace(LATENT, window=(-1, 20)), 24),
+    (replace(LATENT, window=(127, -1)), 60),
 ]
 
 
-@pytest.mark.parametrize("case", [*QUICK_AOT, *slow(AOT_CASES)], ids=str)
-def test_machine_code(case: Case):
+def later(case: tuple[object, ...]):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("case, spills", [*QUICK_AOT, *map(later, AOT_CASES)], ids=str)
+def test_machine_code(case: Case, spills: int):
     kernel = compiled(case)
+    assert aot.problems([kernel], HOPPER, wgmma=True, max_spill_bytes=aot.spills(spills)) == []
     used = aot.resources(kernel)
     assert (used.registers, used.num_warps) == (168, 12)
     code = machine_code(kernel)
-    if spills(case) == 0:
+    if spills == 0:
         assert not re.search(r"\b(LDL|STL)\b", code)
 
 
 @pytest.mark.skipif(_lang.VERSION != (3, 6), reason="holds for the ptxas that the measured version had")
-@pytest.mark.parametrize("case", [*QUICK_AOT, *slow([case for case in AOT_CASES if case.dtype is BF16])], ids=str)
+@pytest.mark.parametrize(
+    "case", [QUICK_AOT[0][0], *slow([case for case, _ in AOT_CASES if case.dtype is BF16])], ids=str
+)
 def test_order_in_the_main_loops(case: Case):
     code = machine_code(compiled(case))
     loops = [block for block in re.split(r"^\.L_x_\d+:", code, flags=re.MULTILINE) if "gsb0, 0x1" in block]

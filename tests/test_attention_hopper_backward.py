@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,17 +12,18 @@ import mutants
 import pytest
 import torch
 from test_attention_hopper import BF16, FP16, HOPPER, Case, machine_code
+from test_attention_hopper import later as slow
 from torch import Tensor
 
 from fusedblock.interpret import count_traffic, interpret
-from fusedblock.kernels import attention_hopper_backward
+from fusedblock.kernels import _attention_hopper_wide, attention_hopper_backward
 
 
 def inputs(case: Case, given: tuple[Tensor, ...] | None = None) -> tuple[tuple[Tensor | None, ...], list[Tensor]]:
     """Arguments of a launch up to sinks, and the gradients in float64; of q, k, v and grad_out where these are given."""
     if given is None:
         q, k, v = case.inputs()
-        grad_out = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(case.dtype)
+        grad_out = torch.randn(*q.shape[:3], v.shape[-1], generator=torch.Generator().manual_seed(1)).to(case.dtype)
     else:
         q, k, v, grad_out = given
     sinks = case.sink_logits()
@@ -42,6 +44,8 @@ def gradient_formula(case: Case, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor 
     group = case.heads // case.kv_heads
     k, v = (t.repeat_interleave(group, 2) for t in (k, v))
     s = torch.einsum("bqhd,bkhd->bhqk", q, k) * case.head_dim**-0.5
+    if case.softcap:
+        s = case.softcap * torch.tanh(s / case.softcap)
     apart = torch.arange(case.context) - torch.arange(case.seq)[:, None] - (case.context - case.seq)
     far = case.context + case.seq
     seen = (apart <= (right if right >= 0 else far)) & (apart >= (-left if left >= 0 else -far))
@@ -63,17 +67,13 @@ def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
 def check(case: Case, seed: int, module=attention_hopper_backward) -> None:
     args, expected = inputs(case)
     with interpret(seed=seed):
-        *found, grad_sinks = module.launch(*args, None, *case.bounds, case.head_dim**-0.5)
+        *found, grad_sinks = module.launch(*args, None, *case.bounds, case.head_dim**-0.5, case.softcap)
     for got, want, like in zip(found, expected, args):
         assert (got.dtype, got.shape) == (case.dtype, like.shape)
         assert_close(got, want, case.dtype)
     assert (grad_sinks is None) == (not case.sinks)
     if case.sinks:
         torch.testing.assert_close(grad_sinks, expected[3].float(), rtol=1e-5, atol=1e-5)
-
-
-def slow(case: tuple[object, ...]):
-    return pytest.param(*case, marks=pytest.mark.slow)
 
 
 QUICK = [
@@ -86,6 +86,10 @@ QUICK = [
     Case(100, 300, window=(10, 7), head_dim=128, sinks=True),
     Case(130, 200, window=(5, 0)),
     Case(100, 130, head_dim=256),
+    Case(100, 130, softcap=0.5, sinks=True),
+    Case(130, 70, softcap=1.0, head_dim=128, causal=False, dtype=FP16),
+    Case(130, 100, head_dim=192, v_dim=128),
+    Case(70, 150, head_dim=192, v_dim=128, causal=False, heads=4, kv_heads=2, dtype=FP16, sinks=True),
 ]
 LONG = [
     Case(256, 256, head_dim=128, heads=4, kv_heads=2),
@@ -112,12 +116,48 @@ LONG = [
     Case(150, 170, causal=False, head_dim=256, batch=2, dtype=FP16),
     Case(150, 300, window=(60, 20), head_dim=256),
     Case(150, 80, head_dim=256),
+    Case(100, 140, softcap=1.0, head_dim=256, dtype=FP16),
+    Case(130, 300, softcap=0.7, head_dim=128, window=(60, 20), heads=4, kv_heads=2, sinks=True),
+    Case(200, 100, softcap=30.0),
+    Case(70, 200, softcap=2.0, causal=False, dtype=FP16),
+    Case(200, 90, head_dim=192, v_dim=128, batch=2, dtype=FP16),
+    Case(150, 300, head_dim=192, v_dim=128, window=(60, 20), softcap=1.0, sinks=True),
 ]
 
 
 @pytest.mark.parametrize("case", QUICK, ids=str)
 def test_values(case: Case):
     check(case, 0)
+
+
+NEEDS = [
+    pytest.param(case, need, marks=() if quick else pytest.mark.slow, id=f"{case}-{''.join(map(str, map(int, need)))}")
+    for case in (
+        Case(130, 200, head_dim=128, sinks=True),
+        Case(130, 200, causal=False),
+        Case(130, 100, head_dim=256, softcap=1.0),
+        Case(70, 90, head_dim=192, v_dim=128),
+    )
+    for need in itertools.product((False, True), repeat=3)
+    for quick in [case.head_dim == 128 and sum(need) != 3 or sum(need) == 1]
+]
+
+
+@pytest.mark.parametrize("case, need", NEEDS)
+def test_only_what_is_needed(case: Case, need: tuple[bool, ...]):
+    """The same gradients, and no memory for, product with or launch of what is not."""
+    args, expected = inputs(case)
+    need = (*need, case.sinks and not need[2])
+    with count_traffic(HOPPER) as traffic:
+        found = attention_hopper_backward.launch(*args, None, *case.bounds, case.head_dim**-0.5, case.softcap, *need)
+    assert [t is not None for t in found] == list(need)
+    for got, want in zip(found[:3], expected):
+        if got is not None:
+            assert_close(got, want, case.dtype)
+    if need[3]:
+        torch.testing.assert_close(found[3], expected[3].float(), rtol=1e-5, atol=1e-5)
+    kernels = ["_prepare_kernel"] + ["_products_kernel"] * any(need[:3]) + ["_finish_kernel"] * need[0]
+    assert [launch.kernel for launch in traffic.launches] == kernels + ["_sinks_kernel"] * need[3]
 
 
 @pytest.mark.slow
@@ -134,6 +174,21 @@ def test_more_values(case: Case):
 ] + [Case(192, 256, window=(70, 10), head_dim=head_dim) for head_dim in (64, 128, 256)], ids=str)  # fmt: skip
 def test_values_in_more_orders(case: Case, seed: int):
     check(case, seed)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_strides(packed: bool):
+    """out and grad_out with the heads before the rows, and as slices of something wider: whatever TMA takes."""
+    case = Case(100, 130, batch=1 if packed else 2, heads=4, kv_heads=2)
+    (q, k, v, out, lse, grad_out, _), expected = inputs(case)
+    bounds = (torch.tensor([0, 100], dtype=INT32), torch.tensor([0, 130], dtype=INT32)) if packed else None
+    by_head = grad_out.transpose(1, 2).contiguous().transpose(1, 2)
+    wide = torch.full((*q.shape[:3], 72), torch.nan, dtype=case.dtype)[..., :64]
+    for given_out, given in ((out, by_head), (torch.empty_like(by_head).copy_(out), wide.copy_(grad_out))):
+        with interpret():
+            found = attention_hopper_backward.launch(q, k, v, given_out, lse, given, None, bounds, -1, 0, 0.125)[:3]
+        for got, want in zip(found, expected):
+            assert_close(got, want, case.dtype)
 
 
 def test_keys_past_the_end_do_not_overflow():
@@ -175,9 +230,9 @@ def packed_inputs(case: Case, pack: str):
     q, k, v = (t.clone() for t in whole.inputs())
     for t, n in zip((q, k, v), (after[0], after[1], after[1])):
         t[:, t.shape[1] - n :] = torch.nan
-    grad_out = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(case.dtype)
+    grad_out = torch.randn(*q.shape[:3], v.shape[-1], generator=torch.Generator().manual_seed(1)).to(case.dtype)
     grad_out[:, q.shape[1] - after[0] :] = torch.nan
-    out, lse = torch.zeros_like(q), torch.full((1, case.heads, whole.seq), -torch.inf)
+    out, lse = torch.zeros_like(grad_out), torch.full((1, case.heads, whole.seq), -torch.inf)
     grads = [torch.zeros(t.shape, dtype=torch.float64) for t in (q, k, v)]
     if case.sinks:
         grads.append(torch.zeros(case.heads, dtype=torch.float64))
@@ -196,7 +251,7 @@ def packed_inputs(case: Case, pack: str):
 def check_packed(case: Case, pack: str, seed: int) -> None:
     args, expected = packed_inputs(case, pack)
     with interpret(seed=seed):
-        *found, grad_sinks = attention_hopper_backward.launch(*args, *case.bounds, case.head_dim**-0.5)
+        *found, grad_sinks = attention_hopper_backward.launch(*args, *case.bounds, case.head_dim**-0.5, case.softcap)
     for got, want, after in zip(found, expected, (*PACKS[pack][1], PACKS[pack][1][1])):
         assert_close(got, want, case.dtype)
         assert (got[:, got.shape[1] - after :] == 0).all()
@@ -213,6 +268,8 @@ PACKED_CASES = [
     (Case(0, 0, window=(10, 15), head_dim=128, dtype=FP16), "cross"),
     (Case(0, 0, head_dim=256, sinks=True), "cross"),
     (Case(0, 0, causal=False, head_dim=256, dtype=FP16), "self"),
+    (Case(0, 0, head_dim=192, v_dim=128, sinks=True), "cross"),
+    (Case(0, 0, causal=False, head_dim=192, v_dim=128, dtype=FP16), "self"),
 ]
 
 
@@ -248,7 +305,19 @@ def test_impossible_boundaries_give_nan(bounds: tuple[list[int], list[int]], hea
 def test_a_kernel_without_one_of_its_synchronisations_fails(name: str, line: int, tmp_path: Path):
     with mutants.without(attention_hopper_backward, line, tmp_path) as mutant, mutants.fails(True):
         for seed in range(6):
-            check(Case(130, 130, head_dim=256) if "wide" in name else Case(192, 256, head_dim=128), seed, mutant)
+            check(Case(192, 256, head_dim=128), seed, mutant)
+
+
+WIDE_CASES = [Case(130, 130, head_dim=256), Case(130, 130, head_dim=192, v_dim=128)]
+
+
+@pytest.mark.parametrize("case", [WIDE_CASES[0], pytest.param(WIDE_CASES[1], marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("name, line", mutants.statements(_attention_hopper_wide))
+def test_a_consumer_without_one_of_its_synchronisations_fails(name: str, line: int, case: Case, tmp_path: Path, monkeypatch):
+    with mutants.without(_attention_hopper_wide, line, tmp_path) as mutant, mutants.fails(True):
+        monkeypatch.setattr(attention_hopper_backward, "wide_consumer", mutant.wide_consumer)
+        for seed in range(6):
+            check(case, seed)
 
 
 # Bytes of spills with triton 3.6, most of them around the loops; they may only shrink. The form that was measured had 128 and 108
@@ -269,19 +338,36 @@ OTHERS = [
         ({}, True, {128: 44, 256: 296}),
         ({"causal": False}, True, {128: 16, 256: 304}),
         ({"window": (127, 0), "sinks": True}, True, {128: 60, 256: 320}),
+        ({"softcap": 30.0}, False, {128: 156, 256: 216}),
+        ({"softcap": 30.0, "causal": False}, False, {128: 92, 256: 224}),
+        ({"softcap": 30.0, "window": (1023, 0)}, False, {128: 188, 256: 240}),
+        ({"softcap": 30.0, "window": (1023, 0)}, True, {128: 244, 256: 320}),
     )
+]
+LATENT = replace(WIDE, kv_heads=32, head_dim=192, v_dim=128)
+OTHERS += [
+    (replace(LATENT, **change), packed, 0)
+    for change in ({}, {"causal": False, "dtype": FP16}, {"window": (127, 20), "sinks": True}, {"softcap": 30.0})
+    for packed in (False, True)
 ]
 
 
-@pytest.mark.parametrize("case, packed, spills", [*PLAIN[:4:2], *map(slow, (*PLAIN[1:4:2], *PLAIN[4:], *OTHERS))], ids=str)
-def test_machine_code(case: Case, packed: bool, spills: int):
+def compiled(case: Case, packed: bool, *need: bool) -> list:
     q, k, v = case.inputs("meta")
+    out = q.new_empty(*q.shape[:3], v.shape[-1])
     lse = torch.empty(case.batch, case.heads, case.seq, dtype=torch.float32, device="meta")
     cu_seqlens = torch.empty(17, dtype=INT32, device="meta")
     with aot.compile_only(HOPPER) as kernels:
         attention_hopper_backward.launch(
-            q, k, v, q, lse, q, case.sink_logits("meta"), (cu_seqlens, cu_seqlens) if packed else None, *case.bounds, 0.1
-        )
+            q, k, v, out, lse, out, case.sink_logits("meta"), (cu_seqlens, cu_seqlens) if packed else None, *case.bounds, 0.1,
+            case.softcap, *need,
+        )  # fmt: skip
+    return kernels
+
+
+@pytest.mark.parametrize("case, packed, spills", [*PLAIN[:4:2], *map(slow, (*PLAIN[1:4:2], *PLAIN[4:], *OTHERS))], ids=str)
+def test_machine_code(case: Case, packed: bool, spills: int):
+    kernels = compiled(case, packed)
     names = ["_schedule_kernel"] * (2 * packed) + ["_prepare_kernel", "_products_kernel", "_finish_kernel"]
     assert [kernel.name for kernel in kernels] == names + ["_sinks_kernel"] * case.sinks
     products = kernels[names.index("_products_kernel")]
@@ -290,3 +376,27 @@ def test_machine_code(case: Case, packed: bool, spills: int):
     code = machine_code(products)
     assert bool(re.search(r"\bUTMAREDG\b", code)) == (case.head_dim == 128)
     assert bool(re.search(r"\bREDG?\.E\.ADD\.F32", code)) == (case.head_dim != 128)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+@pytest.mark.parametrize("need", list(itertools.product((False, True), repeat=3))[1:-1], ids=str)
+def test_machine_code_of_what_is_needed(head_dim: int, softcap: float, need: tuple[bool, ...]):
+    parts, v_dim = (2, 128) if head_dim == 192 else (1, head_dim)  # of q and k
+    kernels = compiled(replace(WIDE, head_dim=head_dim, v_dim=v_dim, softcap=softcap), False, *need)
+    spills = {128: 92, 256: 108}.get(head_dim, 0) if softcap and need == (False, True, True) else 0
+    assert aot.problems(kernels, HOPPER, wgmma=True, max_spill_bytes=aot.spills(spills)) == []
+    code = aot.sass(kernels[1])
+    if code is None:
+        pytest.skip("triton brings no disassembler here")
+    assert bool(re.search(r"\bUTMASTG\b", code)) == (need[1] or need[2])
+    assert bool(re.search(r"\bUTMAREDG\b", code)) == (need[0] and head_dim == 128)
+    assert bool(re.search(r"\bREDG?\.E\.ADD\.F32", code)) == (need[0] and head_dim != 128)
+    # 64 rows by 16 of what is summed over, of each consumer: S of the first block, then S, and what is needed alone.
+    s, dp = head_dim // 16, v_dim // 16
+    per_block = s + need[0] * 4 * (2 if head_dim <= 128 else parts) + need[1] * 4 * parts + need[2] * 4
+    if any(need[:2]):
+        assert code.count("HGMMA") == 2 * (s + per_block + dp)
+    else:  # nobody uses dP, most of which ptxas drops
+        assert code.count("HGMMA") <= 2 * (s + per_block + dp)

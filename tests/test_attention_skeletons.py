@@ -47,8 +47,8 @@ SHAPE = {"target": H200, "dtype": BF16, "head_dim": 128, "v_dim": 128, "queries"
     ({"target": replace(H200, batch_invariant=True)}, "batch_invariant"),
     ({"options": frozenset({"deterministic"}), "backward": True}, "deterministic"),
     *(({"options": frozenset({name})}, f"{name} is given") for name in _attention_skeleton._REFUSED),
-    ({"options": frozenset({"softcap"}), "backward": True}, "softcap is given"),
-    ({"options": frozenset({"some"}), "backward": True}, "not all of"), ({"rows": "q is crooked"}, "q is crooked"),
+    ({"options": frozenset({"seqused_k"}), "backward": True}, "seqused_k is given"),
+    ({"head_dim": 192, "backward": True}, ""), ({"rows": "q is crooked"}, "q is crooked"),
     ({"queries": 0}, "nothing to attend"), ({"keys": 0}, "nothing to attend"), ({"keys": 512}, "512 keys a sequence"),
     ({"interpreted": True}, "in the interpreter"), ({"target": replace(H200, skeleton="portable")}, "asked for"),
 ], ids=str)  # fmt: skip
@@ -127,7 +127,7 @@ CASES = [
 ]  # fmt: skip
 MORE = [
     Case(**{**TINY, "head_dim": 128, "batch": 2}), Case(**{**TINY, "head_dim": 256}, causal=True), Case(**TINY, softcap=0.7),
-    Case(**{**PACKED, "head_dim": 128}), Case(**{**TINY, "context": 70}, causal=True), Case(**TINY, window=(30, -1), scale=0.3),
+    Case(**{**PACKED, "head_dim": 128}), Case(**{**TINY, "head_dim": 192, "v_dim": 128}, causal=True), Case(**{**TINY, "context": 70}, causal=True), Case(**TINY, window=(30, -1), scale=0.3),
 ]  # fmt: skip
 
 
@@ -143,8 +143,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_values(case: Case, launched: list[str]):
     check(case, "hopper")
     assert "attention_hopper" in launched and "attention" not in launched
-    takes = not (case.softcap or case.seqused)
-    assert ("attention_hopper_backward" in launched) == takes
+    assert ("attention_hopper_backward" in launched) == (not case.seqused)
 
 
 def test_a_gradient_without_strides():
@@ -159,12 +158,29 @@ def test_a_gradient_without_strides():
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
 
 
-def test_only_some_gradients_take_the_portable_backward(launched: list[str]):
-    x = Case(**TINY).inputs()
-    with interpret(HOPPER):
-        out = fusedblock.attention(x.q.requires_grad_(), x.k, x.v)
-        out.backward(x.grad)
-    assert "attention_hopper" in launched and "attention_hopper_backward" not in launched
+@pytest.mark.parametrize("needs", ["q", "kv", "sinks"])
+def test_only_wanted_gradients(needs: str):
+    """Their values, and that their launches are those that the spec states."""
+    x = Case(**TINY, sinks=True).inputs()
+    args = dict(zip(attention.NAMES, x.op_args()))
+    args["sinks"] = args["sinks"].float()
+    with count_traffic(HOPPER) as traffic:
+        out, lse = attention.launch(**args)
+        full = attention_backward.launch(**backward_args(args, x.grad, out, lse))
+        before = len(traffic.launches)
+        wanted = {"need_q": needs == "q", "need_k": needs == "kv", "need_v": needs == "kv", "need_sinks": needs == "sinks"}
+        some = backward_args(args, x.grad, out, lse) | wanted
+        got = attention_backward.launch(**some)
+    for name, a, b in zip(attention_backward.SPEC.writes, got, full):
+        if some["need_" + name.removeprefix("grad_")]:
+            torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+        else:
+            assert a.shape == (0,)
+    with override(HOPPER):
+        costs = attention_backward.SPEC.costs(some)
+    names = {"q": ["prepare", "products", "finish"], "kv": ["prepare", "products"], "sinks": ["prepare", "sinks"]}[needs]
+    assert [c.name.removeprefix("attention_backward_") for c in costs] == names
+    assert [launch.kernel for launch in traffic.launches[before:]] == [f"_{name}_kernel" for name in names]
 
 
 @pytest.mark.parametrize("asked", ["option", "argument", "torch"])
@@ -392,9 +408,9 @@ def test_explanations_name_the_kernels_and_what_would_change_them():
     assert choice.engine == "gluon" and "forward: Gluon kernels for Hopper: sm_90" in choice.why and "backward" not in choice.why
     assert "forward: portable Triton kernels for fewer than 513 keys or a mask" in choice.changes
     leaves = [t.requires_grad_() for t in (q, k)]
-    choice = fusedblock.explain_attention(*leaves, k, causal=True, softcap=30.0)
-    assert choice.engine == "gluon" and "backward: portable Triton kernels: softcap is given" in choice.why
-    assert "backward: Gluon kernels for Hopper without softcap" in choice.changes
+    choice = fusedblock.explain_attention(*leaves, k, causal=True, seqused_k=ints(2048, 7).to("meta"))
+    assert choice.engine == "gluon" and "backward: portable Triton kernels: seqused_k is given" in choice.why
+    assert "backward: Gluon kernels for Hopper without seqused_k" in choice.changes
     choice = fusedblock.explain_attention(*leaves, k, causal=True, deterministic=True)
     assert "backward: portable Triton kernels: deterministic" in choice.why
     choice = fusedblock.explain_attention(q, k, k, mask=rows(2, 2048, dtype=torch.bool))

@@ -126,7 +126,7 @@ def _skeleton(spec: BlockSpec, seq: int, context: int, dtype: torch.dtype, targe
               deterministic: bool = False) -> Skeleton:  # fmt: skip
     """What runs attention where its rows suit TMA, as those of a layer do."""
     keys = context if spec.window_left < 0 else min(context, spec.window_left + 1 + max(spec.window_right, 0))
-    given = {"mask": masked, "softcap": spec.softcap, "deterministic": backward and deterministic}
+    given = {"mask": masked, "deterministic": backward and deterministic}
     return skeleton(target=target, dtype=dtype, head_dim=spec.head_dim, v_dim=spec.head_dim, queries=seq, keys=keys,
                     backward=backward, options=frozenset(name for name, value in given.items() if value))  # fmt: skip
 

@@ -290,6 +290,10 @@ def _add_four(pointers: Any, values: Any) -> None:
     builder.create_atomic_rmw(ir.ATOMIC_OP.FADD, at, values.handle, every, ir.MEM_SEMANTIC.RELAXED, None)
 
 
+def _saturated(x: Any) -> Any:
+    return tl.where(x > 0.0, tl.minimum(x, 1.0), 0.0)
+
+
 # Inline assembly that kernels use, and what it does to its inputs.
 _ASSEMBLY: list[tuple[str, Callable[..., Any]]] = [
     (r"bar\.sync \$1, (\d+);", lambda found, barrier: _named_barrier(True)(barrier, int(found[1]))),
@@ -297,6 +301,7 @@ _ASSEMBLY: list[tuple[str, Callable[..., Any]]] = [
     (r"red\.relaxed\.gpu\.global\.add\.v4\.f32 ", lambda found, pointers, values: _add_four(pointers, values)),
     (r"ex2\.approx(?:\.ftz)?\.f32 \$0, \$1;", lambda found, x: tl.exp2(x)),
     (r"rcp\.approx\.ftz\.f32 \$0, \$1;", lambda found, x: 1.0 / x),
+    (r"{ \.reg \.f32 y; neg\.f32 y, \$1; fma\.rn\.sat\.f32 \$0, y, \$1, 0f3F800000; }", lambda found, x: _saturated(1.0 - x * x)),
 ]
 
 
@@ -350,7 +355,6 @@ _MODEL: dict[str, Callable[..., Any]] = {
     "store_wait": lambda pendings, read_only=True: _sm().store_wait(_constant(pendings)),
     "make_tensor_descriptor": _make_descriptor,
 }
-
 
 
 # ---- names in a kernel's source ----------------------------------------------------------------------------------------
