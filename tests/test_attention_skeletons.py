@@ -127,7 +127,8 @@ CASES = [
 ]  # fmt: skip
 MORE = [
     Case(**{**TINY, "head_dim": 128, "batch": 2}), Case(**{**TINY, "head_dim": 256}, causal=True), Case(**TINY, softcap=0.7),
-    Case(**{**PACKED, "head_dim": 128}), Case(**{**TINY, "head_dim": 192, "v_dim": 128}, causal=True), Case(**{**TINY, "context": 70}, causal=True), Case(**TINY, window=(30, -1), scale=0.3),
+    Case(**{**PACKED, "head_dim": 128}), Case(**{**TINY, "head_dim": 192, "v_dim": 128}, causal=True),
+    Case(**{**TINY, "context": 70}, causal=True), Case(**TINY, window=(30, -1), scale=0.3),
 ]  # fmt: skip
 
 
