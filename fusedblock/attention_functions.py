@@ -17,10 +17,12 @@ from fusedblock import debug
 from fusedblock.kernels import _attention as shared
 from fusedblock.kernels import _attention_reference as plain
 from fusedblock.kernels._attention_choice import Choice, choose, why_tiles
+from fusedblock.kernels._attention_skeleton import skeleton_of
 from fusedblock.kernels._launch import runs_kernels
 from fusedblock.kernels._spec import FP8
 from fusedblock.kernels.attention import SPEC as ATTENTION
 from fusedblock.ops import ShapeError, batch_invariant, call_attention, normalise_mask, target_of, wants_grad
+from fusedblock.ops import deterministic as default_deterministic
 
 __all__ = ["attention", "explain_attention", "flash_attn_func", "flash_attn_varlen_func"]
 
@@ -64,7 +66,7 @@ _MAYBE_WHOLE, _MAYBE_NUMBER = (_NONE, *_WHOLE), (_NONE, *_NUMBER)
 _TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys("qkv", _TENSOR), **dict.fromkeys(shared.OPTIONAL - {"seed"}, _MAYBE_TENSOR), "causal": _SWITCH,
     "window": _PAIR, "softcap": _NUMBER, "scale": _MAYBE_NUMBER, "dropout_p": _NUMBER, "max_seqlen_q": _MAYBE_WHOLE,
-    "max_seqlen_k": _MAYBE_WHOLE,
+    "max_seqlen_k": _MAYBE_WHOLE, "deterministic": _SWITCH,
 }  # fmt: skip
 # What flash-attn has no default for.
 _FLASH_TYPES = _TYPES | dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), _TENSOR)
@@ -132,8 +134,8 @@ def attention(
                       2e38 it overflows
         sinks         floating `heads`: the logit of one more key of value 0 (arXiv 2309.17453); has a gradient
         q_scale `1|batch heads`, k_scale and v_scale `1|batch kv_heads`: fp32, what fp8 inputs are multiples of
-    dropout_p drops weights by a seed drawn from torch's generator of the device. deterministic changes nothing: sums are in a
-    fixed order always.
+    dropout_p drops weights by a seed drawn from torch's generator of the device. deterministic: gradients of equal bits from run
+    to run, as options(deterministic=True) has it; out and lse have them always.
 
     Returns out `batch seq heads v_dim` (or `tokens heads v_dim`), with return_lse also the natural log-sum-exp
     `batch heads seq` (or `heads tokens`) in fp32, of sinks too, without gradient. A row that may attend to nothing gives 0 and
@@ -150,25 +152,27 @@ def attention(
         "alibi_slopes": alibi_slopes, "bias": bias, "mask": mask, "block_map": block_map, "prefix_lens": prefix_lens,
         "block_table": block_table, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q,
         "max_seqlen_k": max_seqlen_k, "seqused_k": seqused_k, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale,
-        "scale": scale, "dropout_p": dropout_p,
+        "scale": scale, "dropout_p": dropout_p, "deterministic": deterministic,
     }  # fmt: skip
     out, lse = _computed(_call("attention", **_typed("attention", given)))
     return (out, lse) if return_lse else out
 
 
 def explain_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Choice:
-    """Which op `attention` takes for these arguments, and why; nothing is computed. Tensors may be on the meta device.
+    """Which op `attention` takes for these arguments, which kernels run it, and why; nothing is computed. Tensors may be on the
+    meta device.
 
     Takes the arguments of `attention` and raises as it does. Print the result, or read its op, why and changes.
     """
-    given = {name: value for name, value in options.items() if name not in ("deterministic", "return_lse")}
+    given = {name: value for name, value in options.items() if name != "return_lse"}
     if unknown := given.keys() - _TYPES.keys():
         raise TypeError(f"explain_attention: attention has no argument {', '.join(sorted(unknown))}")
     call = _call("attention", **_typed("attention", {"q": q, "k": k, "v": v, **given}))
     a = call.args
     _sizes(a)
+    backward = skeleton_of(a, backward=True) if call.training else None
     return choose(seq=call.seq, group=a["q"].shape[2] // a["k"].shape[2], target=target_of(q.device), dtype=q.dtype,
-                  masked=a["mask"] is not None, **call.facts)  # fmt: skip
+                  masked=a["mask"] is not None, forward=skeleton_of(a), backward=backward, **call.facts)  # fmt: skip
 
 
 _FLASH_NAMES = {"scale": "softmax_scale", "window": "window_size", "seqused_k": "cu_seqlens_k"}
@@ -184,8 +188,8 @@ def flash_attn_func(
 
     q `batch seq heads head_dim`, k and v `batch context kv_heads head_dim`, of one dtype, fp32, fp16 or bf16; any head_dim up
     to 256 (padded to a multiple of 8, which copies, as flash-attn does). causal and window_size are aligned bottom-right;
-    alibi_slopes fp32 `heads` or `batch heads`. deterministic changes nothing: sums are in a fixed order always. Returns out,
-    or with return_attn_probs (out, softmax_lse `batch heads seq` in fp32, S_dmask): None without dropout, else the
+    alibi_slopes fp32 `heads` or `batch heads`. deterministic: gradients of equal bits from run to run. Returns out, or with
+    return_attn_probs (out, softmax_lse `batch heads seq` in fp32, S_dmask): None without dropout, else the
     probabilities `batch heads seq context` in q's dtype, negative where dropped; that matrix is for tests only. Only out has
     gradients. What flash-attn lacks is taken as `attention` takes it: head_dim 512, and v of another head_dim.
 
@@ -193,7 +197,7 @@ def flash_attn_func(
     so, unlike flash-attn, for a softmax_scale of 0 or less, a side of window_size below -1 and slopes that want a gradient.
     """
     given = {"q": q, "k": k, "v": v, "scale": softmax_scale, "causal": causal, "window": window_size, "softcap": softcap,
-             "alibi_slopes": alibi_slopes, "dropout_p": dropout_p}  # fmt: skip
+             "alibi_slopes": alibi_slopes, "dropout_p": dropout_p, "deterministic": deterministic}  # fmt: skip
     return _flash("flash_attn_func", given, return_attn_probs)
 
 
@@ -218,7 +222,8 @@ def flash_attn_varlen_func(
     """
     given = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q,
              "max_seqlen_k": max_seqlen_k, "scale": softmax_scale, "causal": causal, "window": window_size, "softcap": softcap,
-             "alibi_slopes": alibi_slopes, "dropout_p": dropout_p, "block_table": block_table}  # fmt: skip
+             "alibi_slopes": alibi_slopes, "dropout_p": dropout_p, "block_table": block_table,
+             "deterministic": deterministic}  # fmt: skip
     return _flash("flash_attn_varlen_func", given, return_attn_probs)
 
 
@@ -280,6 +285,7 @@ def _call(
     cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None, seqused_k: Tensor | None = None, q_scale: Tensor | None = None,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None, scale: float | None = None, dropout_p: float = 0.0,
+    deterministic: bool = False,
 ) -> _Call:  # fmt: skip
     """The arguments of `attention` as the op takes them, checked where the op does not or would only after a launch."""
     packed, paged = cu_seqlens_q is not None, block_table is not None
@@ -310,6 +316,7 @@ def _call(
         "block_map": block_map, "prefix_lens": prefix_lens, **lengths, "q_scale": q_scale, "k_scale": k_scale,
         "v_scale": v_scale, "seed": None, "left": left, "right": right, "softcap": float(softcap),
         "scale": max(q.shape[-1], 1) ** -0.5 if scale is None else float(scale), "dropout_p": float(dropout_p),
+        "deterministic": bool(deterministic) or default_deterministic(),
     }  # fmt: skip
     for arg, most in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if most is not None and (most < 0 or not packed):

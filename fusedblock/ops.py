@@ -31,6 +31,7 @@ from fusedblock.kernels import rope as _rope
 from fusedblock.kernels._attention import READS as _READS
 from fusedblock.kernels._attention import normalise_mask
 from fusedblock.kernels._attention_choice import Choice, choose
+from fusedblock.kernels._attention_skeleton import Skeleton, skeleton
 from fusedblock.kernels._launch import replays, runs_kernels
 from fusedblock.kernels._math import plain_activate
 from fusedblock.kernels._replay import Fixed, replayed
@@ -43,16 +44,22 @@ from fusedblock.kernels.static_cache import store as store_slots
 from fusedblock.options import current, under
 
 __all__ = [
-    "COSTS", "OPS", "Choice", "Composite", "DecodeProblem", "Fixed", "ShapeError", "Target", "attention_args", "call_attention",
-    "choose", "batch_invariant", "decode_launches", "define", "define_composite", "direct", "dispatched", "empty", "fits_slots",
-    "gated_mlp", "layer_norm", "linear", "normalise_mask", "plain_activate", "plain_mlp", "refuse_gradients", "qkv_rope",
-    "rms_norm", "rope", "store_slots", "target_of", "wants_grad",
+    "COSTS", "OPS", "Choice", "Composite", "DecodeProblem", "Fixed", "ShapeError", "Skeleton", "Target", "attention_args",
+    "call_attention", "choose", "batch_invariant", "decode_launches", "define", "define_composite", "deterministic", "direct",
+    "dispatched", "empty", "fits_slots", "gated_mlp", "layer_norm", "linear", "normalise_mask", "plain_activate", "plain_mlp",
+    "refuse_gradients", "qkv_rope", "rms_norm", "rope", "skeleton", "store_slots", "target_of", "wants_grad",
 ]  # fmt: skip
 
 
 @torch.compiler.assume_constant_result  # torch.compile cannot trace it
 def batch_invariant() -> bool:
     return current().batch_invariant
+
+
+@torch.compiler.assume_constant_result
+def deterministic() -> bool:
+    """By our option or by torch's. An argument of the ops that it matters to: a compiled backward runs under nobody's options."""
+    return current().deterministic or torch.are_deterministic_algorithms_enabled()
 
 
 _target.batch_invariant = batch_invariant
@@ -445,7 +452,7 @@ def attention_args(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tenso
     """Arguments of the ops attention and decode_attention, in order, where nothing else is given. mask: see normalise_mask."""
     known = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "sinks": sinks, "cu_seqlens_q": cu_seqlens_q,
              "cu_seqlens_k": cu_seqlens_k}  # fmt: skip
-    return (*(known.get(name) for name in _READS), left, right, softcap, scale, 0.0)
+    return (*(known.get(name) for name in _READS), left, right, softcap, scale, 0.0, deterministic())
 
 
 def call_attention(op: str, args: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

@@ -65,8 +65,9 @@ def options(
         debug: check what costs a device synchronisation, with an error that names the operator and the argument: inputs and
             results that are not finite, rotary tables that are not what the layer takes them for. Queries that may attend to
             nothing are reported once, as a warning. Nothing is checked while a CUDA graph is captured.
-        deterministic: equal bits from run to run, for equal inputs on one GPU, forward and backward. All kernels of today give
-            that anyway (no atomics, sums in a fixed order); the option binds those that come.
+        deterministic: equal bits from run to run, for equal inputs on one GPU, forward and backward. Of the kernels only the
+            backward of attention for Hopper, which is quicker, adds in any order: another runs instead. So it does under
+            torch.use_deterministic_algorithms(True).
         batch_invariant: the result of a row (a token) of an operator or a fused layer has the same bits whatever else is
             computed with it: alone or in a batch, in a prefill of any length or in decode steps, where it attends to the same
             keys at the same places. Not promised: gradients; equal bits across GPUs, versions or dtypes; equal bits with left

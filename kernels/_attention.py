@@ -38,7 +38,7 @@ READS = {
 }
 OPTIONAL = frozenset(READS) - {"q", "k", "v"}
 DTYPES = (*_spec.DTYPES, _spec.FP8)
-NUMBERS = ("left", "right", "softcap", "scale", "dropout_p")
+NUMBERS = ("left", "right", "softcap", "scale", "dropout_p", "deterministic")  # the last: gradients of equal bits
 _FLOATING = (torch.float32, torch.float16, torch.bfloat16)
 _DTYPES = {
     "sinks": "floating", "bias": "floating", "alibi_slopes": torch.float32, "block_map": torch.bool, "q_scale": torch.float32,

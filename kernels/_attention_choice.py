@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ._attention_skeleton import Skeleton
 from ._target import Target
 
 # Queries times heads of a group up to this many take split keys: a tile of them leaves most of the GPU idle.
@@ -14,7 +15,8 @@ DECODE_ROWS = 64
 
 @dataclass(frozen=True)
 class Choice:
-    """op: "attention" (tiles of queries) or "decode_attention" (split keys); engine: "triton" or "torch"."""
+    """op: "attention" (tiles of queries) or "decode_attention" (split keys); engine: "triton", "gluon" (of the forward) or
+    "torch"."""
 
     op: str
     engine: str
@@ -50,10 +52,11 @@ def why_tiles(rows: int, *, training: bool = False, invariant: bool = False, pac
 
 def choose(*, seq: int, group: int, target: Target, dtype: torch.dtype = torch.bfloat16, training: bool = False,
            packed: bool = False, one_each: bool = False, block_map: bool = False, dropout: bool = False,
-           masked: bool = False) -> Choice:  # fmt: skip
+           masked: bool = False, forward: Skeleton | None = None, backward: Skeleton | None = None) -> Choice:  # fmt: skip
     """The op for sequences of `seq` queries with `group` heads a key head; the rest as in why_tiles.
 
-    masked: a mask comes with the call. Pure: equal arguments give an equal choice.
+    masked: a mask comes with the call. forward, backward: what runs them where the op is attention, as far as it is known.
+    Pure: equal arguments give an equal choice.
     """
     seq = 1 if one_each else seq
     why = why_tiles(seq * group, training=training, invariant=target.batch_invariant, packed=packed, one_each=one_each,
@@ -70,4 +73,11 @@ def choose(*, seq: int, group: int, target: Target, dtype: torch.dtype = torch.b
     changes = f"without gradients, at most {DECODE_ROWS} queries times heads of a group: keys split over the GPU"
     if why != "more queries than that":
         changes += f" (here: {why})"
+    if engine == "torch":
+        forward = backward = None
+    for name, skeleton in (("forward", forward), ("backward", backward)):
+        if skeleton is not None:
+            parts += f"; {name}: {skeleton}"
+            changes += f"; {name}: {skeleton.otherwise}" if skeleton.changes else ""
+    engine = "gluon" if forward is not None and forward.hopper else engine
     return Choice("attention", engine, parts + note, changes)

@@ -7,9 +7,34 @@ sequence that cannot be has segment -1, and what is made of it is NaN.
 
 from __future__ import annotations
 
-from ._attention_tiles import planned
+from collections.abc import Mapping
+
+from ._attention_tiles import COLUMNS, planned, schedule_slots
 from ._gluon import add_four, gl, gluon, reciprocal, warpgroup_mma_wait
-from ._lang import tl, triton
+from ._lang import cdiv, tl, triton
+
+ROWS = 64  # queries of a tile, and keys of a consumer
+
+
+def buffer_axes(sizes: Mapping[str, int], packed: bool) -> dict[str, int]:
+    """The axes of what lives from launch to launch; of sizes: batch, heads, seq, k_len, head_dim and sequences.
+
+    stats_numbers: lse and delta of the rows of every tile; sums_rows, sums_columns: grad_q in fp32, in the order of registers;
+    q_slots, k_slots, columns: tables of tiles of packed sequences."""
+    seq, head_dim = sizes["seq"], sizes["head_dim"]
+    tiles = cdiv(seq, ROWS)
+    found = {}
+    if packed:
+        tiles = schedule_slots(seq, sizes["sequences"], ROWS)
+        keys = keys_of(head_dim)
+        found = {"q_slots": tiles, "k_slots": schedule_slots(sizes["k_len"], sizes["sequences"], keys), "columns": COLUMNS}
+    every = sizes["batch"] * sizes["heads"] * tiles
+    return {**found, "stats_numbers": every * 2 * ROWS, "sums_rows": every * ROWS * head_dim // 256, "sums_columns": 256}
+
+
+def keys_of(head_dim: int) -> int:
+    """Keys of a tile."""
+    return ROWS if head_dim > 128 else 2 * ROWS
 
 
 @gluon.jit

@@ -274,9 +274,10 @@ def schedule(cu: Tensor, other: Tensor | None, used: Tensor | None, tokens: int,
     segment -1.
     """
     segments, slots = cu.shape[0] - 1, out.shape[0]
+    cu, bounded = cu.contiguous(), [None if t is None else t.contiguous() for t in (other, used)]
     n = 32
     _launch(
-        _schedule_kernel, (cdiv(slots, n),), (cu, other, used, out, segments, tokens, others, slots),
+        _schedule_kernel, (cdiv(slots, n),), (cu, *bounded, out, segments, tokens, others, slots),
         {"BLOCK": block, "CHUNK": 128, "N": n, "num_warps": 4},
     )  # fmt: skip
 

@@ -123,7 +123,7 @@ class Block:
                 row = self._places.setdefault((value.slot, value.offset), len(self._places))
                 params.append(ctypes.addressof(table) + 8 * row)
             elif kind[0] == "*" and hasattr(value, "data_ptr"):
-                keep("Q", value.data_ptr())  # an absent tensor
+                keep("Q", value.data_ptr())  # an absent tensor, or a constant, which the step keeps alive
             else:
                 return False
         for _ in range(2):  # no scratch

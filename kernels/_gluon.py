@@ -15,6 +15,7 @@ AVAILABLE says whether Gluon kernels can be compiled here. Where they cannot, RE
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -138,6 +139,14 @@ def ragged_rows(start, length, row):
     return 1073741824, start + length, 1073741824 - length + row
 
 
+@functools.lru_cache(maxsize=256)
+def _layout(block: tuple[int, ...], name: str, swizzle: bool) -> Any:
+    dtype = getattr(gl, {"float8_e4m3fn": "float8e4nv", "float8_e5m2": "float8e5"}.get(name, name))
+    if swizzle:
+        return gl.NVMMASharedLayout.get_default_for(list(block), dtype)
+    return gl.NVMMASharedLayout(0, dtype.primitive_bitwidth, len(block))
+
+
 def descriptor(t: torch.Tensor, block: Sequence[int], swizzle: bool = True, ragged: bool = False) -> Any:
     """A TensorDescriptor that moves blocks of this shape, with the widest swizzle they allow, or none.
 
@@ -146,15 +155,9 @@ def descriptor(t: torch.Tensor, block: Sequence[int], swizzle: bool = True, ragg
     Addresses are modulo 2**64, and 2**30 along the first axis takes away what 2**30 rows along the third add (as
     triton.tools.ragged_tma does it).
     """
-    name = str(t.dtype)[6:]
-    dtype = getattr(gl, {"float8_e4m3fn": "float8e4nv", "float8_e5m2": "float8e5"}.get(name, name))
     block, shape, strides = list(block), list(t.shape), tma_strides(t)
     if ragged:
         block = [1, *block]
         shape = [0x7FFF0000, 0x7FFF0000, 2**30, *shape[2:]]
         strides = [2**34 - strides[1], strides[1], *strides[1:]]
-    if swizzle:
-        layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
-    else:
-        layout = gl.NVMMASharedLayout(0, dtype.primitive_bitwidth, len(block))
-    return TensorDescriptor(t, shape, strides, block, layout)
+    return TensorDescriptor(t, shape, strides, block, _layout(tuple(block), str(t.dtype)[6:], swizzle))

@@ -1,27 +1,47 @@
 """Which program of the persistent Hopper attention does which tile of BLOCK_M queries, as a table it follows down a column.
 
 Equal lengths are known to the host, which makes the table once and keeps it. Packed sequences and lengths that the device alone
-knows are planned there, before every launch.
+knows are planned there, before every launch; so are equal lengths that a CUDA graph meets first: nothing may be copied into it.
 """
 
 from __future__ import annotations
 
 import functools
 import heapq
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import _attention_tiles as tiles
+from ._attention_tiles import COLUMNS, schedule_slots
 from ._gluon import gl, gluon, ragged_rows
 from ._lang import cdiv, tl, triton
+from ._launch import capturing, constant, keep_for_graphs
 from ._launch import launch as _launch
+from ._target import Target
 
 BLOCK_M = 128
+_UNBOUNDED = 2**30  # as good as no bound, and no variant of the kernel: a CUDA graph can only take what is loaded already
 FIELDS = 8  # of an entry of a plan, six of them in use: 32 bytes, which a load brings into the L1 together
 
 
-@functools.lru_cache(maxsize=64)
+class Bounds(NamedTuple):
+    """Which keys a query sees, and where sequences lie. context: keys of each, or at most. seq, key_step: queries of each and how
+    far the keys of one lie behind those of the one before, where sequences are not packed."""
+
+    left: int
+    right: int
+    block_n: int
+    context: int
+    key_step: int
+    seq: int
+
+
+# ---- equal lengths, on the host ------------------------------------------------------------------------------------------------
+
+
 def schedule(
     row_tiles: int, sequences: int, heads: int, programs: int, steps: tuple[int, ...], device: torch.device
 ) -> Tensor:
@@ -44,71 +64,166 @@ def schedule(
     return torch.tensor(rows, dtype=torch.int32, device=device)
 
 
+@functools.lru_cache(maxsize=1024)
+def _steps(bounds: Bounds) -> tuple[int, ...]:
+    """Blocks of keys of each tile of a sequence."""
+    left, right, bn, context, _, seq = bounds
+    steps = []
+    for first in range(context - seq, context, BLOCK_M):
+        begin = max(first - left, 0) // bn if left >= 0 else 0
+        end = cdiv(min(context, first + BLOCK_M + right) if right >= 0 else context, bn)
+        steps.append(max(end - begin, 1))
+    return tuple(steps)
+
+
+_MOST = 256  # tables kept: a few to some hundred kilobytes each
+_tables: dict[tuple[object, ...], Tensor] = {}
+
+
+def equal_table(bounds: Bounds, sequences: int, heads: int, programs: int, device: torch.device) -> Tensor:
+    """schedule() for sequences of bounds.seq queries, kept for the next call. To make it waits for the device, once a shape: so
+    that it is there for every stream. In the capture of a CUDA graph one that is there is used, and never freed again; else
+    the graph makes its own, by order().
+
+    A thread of its own makes it: the operators of this one may be counted or recorded, and its memory may come out of the pool of
+    a CUDA graph (torch.compile's warm-ups), which takes back what it does not know of."""
+    key = (bounds, sequences, heads, programs, device)
+    found = _tables.get(key)
+    in_graph = capturing(device)
+    if found is None and in_graph:
+        row_tiles = cdiv(bounds.seq, BLOCK_M)
+        rounds, _ = plan_shape(row_tiles, sequences, heads, programs)
+        found = torch.empty(rounds, programs, dtype=torch.int32, device=device)
+        order(None, None, bounds, sequences, heads, found, 1)
+        return found
+    if found is None:
+        if len(_tables) >= _MOST:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # any stream may be reading one
+            _tables.clear()
+        with ThreadPoolExecutor(1) as thread:
+            made = thread.submit(schedule, cdiv(bounds.seq, BLOCK_M), sequences, heads, programs, _steps(bounds), device)
+        found = _tables[key] = constant(made.result())
+    if in_graph:
+        keep_for_graphs(found)
+    return found
+
+
+# ---- on the device -------------------------------------------------------------------------------------------------------------
+
+
 @triton.jit
-def _blocks(plan, slot, used, left, right, SLOTS, CONTEXT, BM: tl.constexpr, BN: tl.constexpr):
-    """(blocks of keys, 0 where there are no queries; keys, -1 for impossible ones) of slots."""
-    at = plan + slot * 6
+def _blocks(plan, slot, used, left, right, SLOTS, SEQ, CONTEXT, BM: tl.constexpr, BN: tl.constexpr):
+    """(sequence, first row, blocks of keys or 0 where there are no queries, keys or -1 for impossible ones) of slots: of a
+    schedule, or of sequences of SEQ queries each."""
     ok = slot < SLOTS
-    segment = tl.load(at, ok, other=0)
-    row = tl.load(at + 1, ok, other=0) * BM
-    rows = tl.load(at + 3, ok, other=0)
-    keys = tl.load(at + 5, ok, other=0)
+    if plan is not None:
+        at = plan + slot * 6
+        segment = tl.load(at, ok, other=0)
+        row = tl.load(at + 1, ok, other=0) * BM
+        rows = tl.load(at + 3, ok, other=0)
+        keys = tl.load(at + 5, ok, other=0)
+    else:
+        segment = slot // tl.cdiv(SEQ, BM)
+        row = (slot - segment * tl.cdiv(SEQ, BM)) * BM
+        rows = tl.where(ok, SEQ, 0)
+        keys = tl.where(ok, CONTEXT, 0)
+    sequence = segment
     if used is not None:
-        keys = tl.load(used + segment, ok & (segment >= 0) & (row < rows), other=0)
+        keys = tl.load(used + segment, ok & (row < rows), other=0)
         segment = tl.where((keys < 0) | (keys > CONTEXT), -1, segment)
     keys = tl.where(segment < 0, 0, keys)
     first = row + keys - rows
-    begin = tl.zeros_like(row)
-    end = tl.cdiv(keys, BN)
-    if left is not None:
-        begin = tl.maximum(first - left, 0) // BN
-    if right is not None:
-        end = tl.minimum(end, tl.cdiv(tl.maximum(first + BM + right, 0), BN))
-    return tl.where(row < rows, tl.maximum(end - begin, 1), 0), tl.where(segment < 0, -1, keys)
+    begin = tl.maximum(first - left, 0) // BN
+    end = tl.minimum(tl.cdiv(keys, BN), tl.cdiv(tl.maximum(first + BM + right, 0), BN))
+    return sequence, row, tl.where(row < rows, tl.maximum(end - begin, 1), 0), tl.where(segment < 0, -1, keys)
 
 
-@triton.jit(do_not_specialize=["left", "right", "SLOTS", "CONTEXT", "KEY_STEP", "HEADS", "SECTION", "PROGRAMS"])
+@triton.jit(do_not_specialize=["left", "right", "SLOTS", "SEQ", "CONTEXT", "KEY_STEP", "HEADS", "SECTION", "PROGRAMS", "TURNS"])
 def _order_kernel(
-    plan, used, table, left, right, SLOTS, CONTEXT, KEY_STEP, HEADS, SECTION, PROGRAMS,
-    BM: tl.constexpr, BN: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
+    plan, used, table, left, right, SLOTS, SEQ, CONTEXT, KEY_STEP, HEADS, SECTION, PROGRAMS, TURNS,
+    FIELDS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
+    """One program writes the entries of N slots of one head. Slots without a tile rank after those with one, and there are as
+    many of them as it takes to say in every entry of a section's TURNS that there is none."""
     slot = tl.program_id(0) * N + tl.arange(0, N)
     head = tl.program_id(1)
-    blocks, keys = _blocks(plan, slot, used, left, right, SLOTS, CONTEXT, BM, BN)
+    sequence, row, blocks, keys = _blocks(plan, slot, used, left, right, SLOTS, SEQ, CONTEXT, BM, BN)
     rank = tl.zeros([N], tl.int32)
-    for first in range(0, SLOTS, CHUNK):
+    for first in range(0, tl.where(tl.program_id(0) * N < SLOTS, SLOTS, 0), CHUNK):
         other = first + tl.arange(0, CHUNK)
-        theirs, _ = _blocks(plan, other, used, left, right, SLOTS, CONTEXT, BM, BN)
+        _, _, theirs, _ = _blocks(plan, other, used, left, right, SLOTS, SEQ, CONTEXT, BM, BN)
         before = (theirs[None, :] > blocks[:, None]) | (theirs[None, :] == blocks[:, None]) & (other[None, :] < slot[:, None])
         rank += tl.sum(before.to(tl.int32), 1)
+    rank = tl.where(slot < SLOTS, rank, slot)
     section = head // SECTION
-    sections = tl.cdiv(HEADS, SECTION)
     place = rank * tl.minimum(SECTION, HEADS - section * SECTION) + head - section * SECTION
     turn = place // PROGRAMS
+    inside = turn < TURNS
     column = place % PROGRAMS
     column = tl.where(turn % 2 == 1, PROGRAMS - 1 - column, column)
-    column = (column + section * PROGRAMS // sections) % PROGRAMS
-    turn += section * tl.cdiv(SLOTS * SECTION, PROGRAMS)
-    to = table + (turn * PROGRAMS + column) * 8
-    at = plan + slot * 6
+    column = (column + section * PROGRAMS // tl.cdiv(HEADS, SECTION)) % PROGRAMS
+    to = table + ((turn + section * TURNS) * PROGRAMS + column) * FIELDS
     some = blocks > 0
-    tl.store(to, head + slot * 0, some)
-    tl.store(to + 1, tl.load(at + 1, some) * BM, some)
-    tl.store(to + 2, tl.load(at + 2, some), some)
-    tl.store(to + 3, tl.load(at + 3, some), some)
-    tl.store(to + 4, tl.where(keys < 0, 0, tl.load(at + 4, some) + tl.load(at, some) * KEY_STEP), some)
-    tl.store(to + 5, keys, some)
+    if FIELDS == 1:
+        tl.store(to, tl.where(some, head * SLOTS + slot, -1), inside)
+    else:
+        tl.store(to, tl.where(some, head, -1), inside)
+        tl.store(to + 1, row, some)
+        if plan is not None:
+            at = plan + slot * 6
+            tl.store(to + 2, tl.load(at + 2, some), some)
+            tl.store(to + 3, tl.load(at + 3, some), some)
+            tl.store(to + 4, tl.where(keys < 0, 0, tl.load(at + 4, some)), some)
+        else:
+            tl.store(to + 2, sequence * SEQ, some)
+            tl.store(to + 3, tl.where(some, SEQ, 0), some)
+            tl.store(to + 4, tl.where(keys < 0, 0, sequence * KEY_STEP), some)
+        tl.store(to + 5, keys, some)
+    if (tl.program_id(0) == 0) & (head == 0):
+        last = table + tl.cdiv(HEADS, SECTION) * TURNS * PROGRAMS * FIELDS
+        for first in range(0, PROGRAMS, CHUNK):
+            program = first + tl.arange(0, CHUNK)
+            tl.store(last + program * FIELDS, program * 0 - 1, program < PROGRAMS)
 
 
-def plan(
-    cu_q: Tensor, cu_k: Tensor | None, used: Tensor | None, tokens: int, keys: int, key_step: int, heads: int, section: int,
-    sms: int, left: int, right: int, block_n: int,
-) -> Tensor:  # fmt: skip
-    """"rounds programs fields", int32, made on the device without reading a length: head (-1: no tile), first row of the tile,
-    first query of its sequence, queries, first key, keys (-1 where the boundaries are impossible).
+def plan_shape(slots: int, heads: int, section: int, sms: int) -> tuple[int, int]:
+    """Rounds and programs of a table that order() makes."""
+    programs = min(sms, slots * heads)
+    return cdiv(heads, section) * cdiv(slots * section, programs) + 1, programs
 
-    cu_q, cu_k: boundaries `segments+1`, of `tokens` queries and `keys` keys. used: instead of cu_k, how many keys each segment
-    has, `keys` at most, from key_step times its number on.
+
+def section_of(sizes: Mapping[str, int], target: Target, itemsize: int) -> int:
+    """Query heads whose tiles go together: their k and v share a third of the L2. Of all batch entries, or with packed sequences
+    of the one."""
+    near = max(1, target.l2_bytes // 3 // (sizes["k_len"] * (sizes["head_dim"] + sizes["v_dim"]) * itemsize))
+    return near * (sizes["heads"] // sizes["kv_heads"])
+
+
+def plan_axes(sizes: Mapping[str, int], args: Mapping[str, Any], target: Target) -> dict[str, int]:
+    """The axes of what is planned on the device before a launch: nothing for equal lengths. sizes: of the op attention."""
+    slots = {}
+    if args["cu_seqlens_q"] is not None:
+        slots = {"slots": schedule_slots(sizes["seq"], sizes["sequences"], BLOCK_M), "columns": COLUMNS}
+        tiles = slots["slots"]
+    elif args["seqused_k"] is not None:
+        tiles = sizes["batch"] * cdiv(sizes["seq"], BLOCK_M)
+    else:
+        return {}
+    section = min(section_of(sizes, target, args["q"].element_size()), sizes["heads"])
+    rounds, programs = plan_shape(tiles, sizes["heads"], section, target.sms)
+    return {**slots, "rounds": rounds, "programs": programs, "fields": FIELDS}
+
+
+def order(
+    planned: Tensor | None, used: Tensor | None, bounds: Bounds, heads: int, section: int, table: Tensor, batch: int
+) -> None:
+    """Fill table "rounds programs [fields]", int32 and of plan_shape, on the device without reading a length. Fields: head (-1:
+    no tile), first row of the tile, first query of its sequence, queries, first key, keys (-1 where the boundaries are
+    impossible); without fields as schedule() has it, for heads that are sequences.
+
+    planned: what tiles.schedule made of packed sequences in tiles of BLOCK_M; without it `batch` sequences of bounds.seq queries,
+    whose keys are as many as used says, or all. used may not be given with planned.
 
     Balance: `section` heads (whose k and v stay in the L2) at a time, their tiles ranked by blocks of keys and dealt to the
     programs from the longest on, forth and back like a snake, so that who had the longer tile of one round has the shorter one
@@ -117,20 +232,18 @@ def plan(
     longest column has 0.2 to 0.9 % more blocks than the average (0.1 to 0.3 % where tiles go to whoever is free first, which
     takes atomics and a message from the producer to the consumers for every tile).
     """
-    slots = tiles.schedule_slots(tokens, cu_q.shape[0] - 1, BLOCK_M)
-    planned = torch.empty(slots, tiles.COLUMNS, dtype=torch.int32, device=cu_q.device)
-    tiles.schedule(cu_q, cu_k, None, tokens, keys, BLOCK_M, planned)
-    programs = min(sms, slots * heads)
-    rounds = cdiv(heads, section) * cdiv(slots * section, programs) + 1
-    table = torch.full((rounds, programs, FIELDS), -1, dtype=torch.int32, device=cu_q.device)
+    slots = batch * cdiv(bounds.seq, BLOCK_M) if planned is None else planned.shape[0]
+    programs = table.shape[1]
+    turns = (table.shape[0] - 1) // cdiv(heads, section)
+    least = heads - (cdiv(heads, section) - 1) * section  # heads of the last section
     n = 32
     _launch(
-        _order_kernel, (cdiv(slots, n), heads),
-        (planned, used, table, left if left >= 0 else None, right if right >= 0 else None, slots, keys, key_step, heads, section,
-         programs),
-        {"BM": BLOCK_M, "BN": block_n, "N": n, "CHUNK": 128, "num_warps": 4},
+        _order_kernel, (cdiv(max(slots, cdiv(turns * programs, least)), n), heads),
+        (planned, used, table, *(n if n >= 0 else _UNBOUNDED for n in bounds[:2]), slots, bounds.seq, bounds.context,
+         bounds.key_step, heads, section, programs, turns),
+        {"FIELDS": table.shape[2] if table.dim() == 3 else 1, "BM": BLOCK_M, "BN": bounds.block_n, "N": n, "CHUNK": 128,
+         "num_warps": 4},
     )  # fmt: skip
-    return table
 
 
 # ---- what the kernel makes of an entry: PACKED is a plan's, otherwise schedule's ---------------------------------------------

@@ -127,14 +127,39 @@ def launched_variants() -> int:
 
 def tma_ready(*tensors: Tensor) -> bool:
     """Tensor descriptors need 16-byte aligned bases, a dense last axis and all other strides multiples of 16 bytes, not 0."""
-    for t in tensors:
-        size = t.element_size()
-        if t.numel() == 0 or t.data_ptr() % 16 or t.stride(-1) != 1:
-            return False
-        for n, s in zip(t.shape[:-1], t.stride()[:-1]):
-            if n > 1 and (s * size % 16 or s <= 0):
-                return False
-    return True
+    return all(t.numel() and not t.data_ptr() % 16 and strides_suit_tma(t) for t in tensors)
+
+
+def strides_suit_tma(t: Tensor) -> bool:
+    size = t.element_size()
+    if t.stride(-1) != 1:
+        return False
+    return not any(n > 1 and (s * size % 16 or s <= 0) for n, s in zip(t.shape[:-1], t.stride()[:-1]))
+
+
+# Tensors of the device that a launch reads and that are nobody's argument: the same bytes wherever the layout is the same.
+_CONSTANT = "_fusedblock_constant"
+_in_graphs: dict[int, Tensor] = {}
+
+
+def constant(t: Tensor) -> Tensor:
+    """Mark t as what a recorded launch may keep as it is. It must have been filled when this returns, for every stream."""
+    setattr(t, _CONSTANT, True)
+    return t
+
+
+def is_constant(t: Tensor) -> bool:
+    return hasattr(t, _CONSTANT)
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether launches on device go into a CUDA graph now: nothing may wait, copy from the host or be kept from its memory."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def keep_for_graphs(*tensors: Tensor) -> None:
+    """Never free these: a CUDA graph reads them, and nothing tells when it is gone."""
+    _in_graphs.update({id(t): t for t in tensors})
 
 
 def tma_strides(t: Tensor) -> list[int]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import _driver, _launch, _target
+from . import _driver, _gluon, _launch, _target
 from ._lang import TensorDescriptor
 
 _ALIGN = 256  # bytes, as torch's allocator gives
@@ -41,7 +41,8 @@ class _Address:
 
 @dataclass(frozen=True)
 class _Box:
-    """A tensor descriptor argument. pair: the tensor whose distance from the base is the first stride (see stacked())."""
+    """A tensor descriptor argument: triton's, or Gluon's where it has a layout. pair: the tensor whose distance from the base is
+    the first stride (see stacked())."""
 
     base: _Address
     shape: list[int]
@@ -49,6 +50,7 @@ class _Box:
     block_shape: list[int]
     padding: str
     pair: _Address | None
+    layout: Any = None
 
 
 class _Pointer:
@@ -74,7 +76,7 @@ class _HostDescriptor:
 class _Step:
     kernel: Any
     grid: tuple[int, ...]
-    args: tuple[Any, ...]  # values, _Address for tensors, _Box for descriptors
+    args: tuple[Any, ...]  # values, _Address for tensors, _Box for descriptors; constants of the device as they are
     constexprs: dict[str, Any]
     compiled: Any  # None off the direct GPU path
     tail: tuple[Any, ...]
@@ -89,6 +91,10 @@ class Program:
     @functools.cached_property
     def _pairs(self) -> tuple[_Box, ...]:
         return tuple(a for step in self.steps for a in step.args if isinstance(a, _Box) and a.pair is not None)
+
+    @functools.cached_property
+    def _constants(self) -> tuple[Tensor, ...]:
+        return tuple(a for step in self.steps for a in step.args if isinstance(a, Tensor) and _launch.is_constant(a))
 
     @functools.cached_property
     def _block(self) -> _driver.Block | None:
@@ -122,6 +128,8 @@ class Program:
             base.extend([t.data_ptr() for t in made])
             if self._pairs and not self._fits(base):
                 return None
+            if self._constants and _launch.capturing(device):
+                _launch.keep_for_graphs(*self._constants)
             stream = torch._C._cuda_getCurrentRawStream(device.index)
             block, done = self._block, 0
             if block is not None and not _launch.hooked():
@@ -160,7 +168,10 @@ def _rebuilt(slots: list[Tensor], base: list[int], a: _Address | _Box) -> Any:
     """An argument for triton's own launcher (and the interpreter's)."""
     if isinstance(a, _Address):
         return _tensor(slots[a.slot], a)
-    return TensorDescriptor(_tensor(slots[a.base.slot], a.base), a.shape, _strides(base, a), a.block_shape, a.padding)
+    t = _tensor(slots[a.base.slot], a.base)
+    if a.layout is not None:
+        return _gluon.TensorDescriptor(t, a.shape, _strides(base, a), a.block_shape, a.layout, a.padding)
+    return TensorDescriptor(t, a.shape, _strides(base, a), a.block_shape, a.padding)
 
 
 def _tensor(slot: Tensor, a: _Address) -> Tensor:
@@ -232,10 +243,12 @@ def _program(launches: list[Any], inputs: list[Tensor], results: tuple[Tensor, .
         return _Address(slot, offset, t.dtype, tuple(t.shape), tuple(t.stride()))
 
     def bind(arg: Any) -> Any:
-        if TensorDescriptor is not None and isinstance(arg, TensorDescriptor):
+        if hasattr(arg, "block_shape"):
             pair = getattr(arg, "pair", None)
             return _Box(place(arg.base), list(arg.shape), list(arg.strides), list(arg.block_shape), arg.padding,
-                        None if pair is None else place(pair))  # fmt: skip
+                        None if pair is None else place(pair), getattr(arg, "layout", None))  # fmt: skip
+        if isinstance(arg, Tensor) and _launch.is_constant(arg):
+            return arg
         # An absent result is an empty tensor: never read or written.
         return place(arg) if isinstance(arg, Tensor) and arg.numel() else arg
 
@@ -305,7 +318,7 @@ def replayed(name: str, compose: Callable[[], Any], given: Sequence[Any], fixed:
     if not _launch.replays(given[0]):
         return compose()
     static, addresses = fixed.current()
-    base, parts = [], [name, static, _target.batch_invariant()]
+    base, parts = [], [name, static, *_target.asked()]
     for a in given:
         if isinstance(a, Tensor):
             at = a.data_ptr()

@@ -83,13 +83,22 @@ def flag(*names: str) -> Callable[[Args], bool]:
 
 @dataclass(frozen=True)
 class Stage:
-    """One launch of an op, made where something that it reads and something that it writes exist. Names are arguments, results
-    or scratch ("A|B": the first of them that exists); flops(sizes, args) -> model FLOPs or (model, executed)."""
+    """One launch of an op, made where something that it reads and something that it writes exist, and the scratch `beside`. Names
+    are arguments, results or scratch ("A|B": the first of them that exists); flops(sizes, args) -> model FLOPs or (model,
+    executed)."""
 
     name: str
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     flops: Callable[[Sizes, Args], int | tuple[int, int]]
+    beside: str = ""
+
+
+_ABSENT = torch.empty(0, device="cpu")
+
+
+def _bound(write: Write, sizes: Sizes) -> bool:
+    return all(axis in sizes for axis in write.axes.split())
 
 
 @dataclass(frozen=True)
@@ -104,7 +113,7 @@ class Spec:
     # Reads of which the op touches what their values or lengths say: bytes, or None for the whole tensor.
     read_bytes: Mapping[str, Callable[[Sizes, Args], int | None]] = field(default_factory=dict)
     derive: Callable[[Sizes, Args], Mapping[str, int]] = lambda sizes, args: {}  # further axes, and checks of values
-    scratch: Mapping[str, Write] = field(default_factory=dict)
+    scratch: Mapping[str, Write] = field(default_factory=dict)  # absent too where derive names not all of its axes
     stages: tuple[Stage, ...] = ()  # empty: one launch that reads and writes everything
 
     def axes(self, args: Args) -> Sizes:
@@ -163,12 +172,13 @@ class Spec:
         return tuple(self._buffer(w, sizes, args) for w in self.writes.values())
 
     def empty_scratch(self, args: Args, sizes: Sizes) -> tuple[Tensor, ...]:
-        return tuple(self._buffer(w, sizes, args) for w in self.scratch.values())
+        return tuple(self._buffer(w, sizes, args) if _bound(w, sizes) else _ABSENT for w in self.scratch.values())
 
     def costs(self, args: Args) -> tuple[Cost, ...]:
         """One Cost per launch these arguments cause."""
         sizes = self.axes(args)
-        made = {n: w for n, w in {**self.writes, **self.scratch}.items() if w.when(args)}
+        made = {n: w for n, w in self.writes.items() if w.when(args)}
+        made |= {n: w for n, w in self.scratch.items() if w.when(args) and _bound(w, sizes)}
 
         def found(names: tuple[str, ...]) -> list[str]:
             first = (next((n for n in name.split("|") if n in made or args.get(n) is not None), None) for name in names)
@@ -184,7 +194,7 @@ class Spec:
         costs = []
         for stage in self.stages or (Stage(self.name, tuple(self.reads), tuple(self.writes), self.flops),):
             reads, writes = found(stage.reads), [n for n in found(stage.writes) if n in made]
-            if not reads or not writes:
+            if not reads or not writes or stage.beside and stage.beside not in made:
                 continue
             flops = stage.flops(sizes, args)
             model, executed = flops if isinstance(flops, tuple) else (flops, flops)

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -20,6 +21,8 @@ class Target:
     smem_bytes: int  # per program, after opt-in
     l2_bytes: int
     batch_invariant: bool = False  # choose nothing by the number of rows: see fusedblock.options
+    skeleton: str = ""  # "portable" or "hopper": attention's, wherever it can run; "": by the table of _attention_choice.py
+    broken: str = ""  # why no Gluon kernel may run here: a failed self-test
 
     @property
     def capability(self) -> int:
@@ -49,6 +52,7 @@ TARGETS = {
 _override: list[Target] = []
 # Whether batch_invariant is asked for here and now. Set by ops.py: options are a matter of the layers above.
 batch_invariant: Callable[[], bool] = lambda: False
+failures: dict[int, str] = {}  # CUDA device -> Target.broken, for the life of the process: see _hopper_check.py
 
 
 @contextmanager
@@ -72,8 +76,13 @@ def _of_cuda(index: int) -> Target:
 
 
 @functools.cache
-def invariant(target: Target) -> Target:
-    return replace(target, batch_invariant=True)
+def _changed(target: Target, **changes: Any) -> Target:
+    return replace(target, **changes)
+
+
+def asked() -> tuple[Any, ...]:
+    """What else than the device decides what target_of says here and now, for the keys of what is kept."""
+    return batch_invariant(), len(failures), _override[-1].skeleton if _override else ""
 
 
 def target_of(device: torch.device) -> Target:
@@ -81,7 +90,10 @@ def target_of(device: torch.device) -> Target:
     if _override:
         target = _override[-1]
     elif device.type == "cuda":
-        target = _of_cuda(torch.cuda.current_device() if device.index is None else device.index)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        target = _of_cuda(index)
+        if index in failures:
+            target = _changed(target, broken=failures[index])
     else:
         target = TARGETS["sm_90"]
-    return invariant(target) if batch_invariant() else target
+    return _changed(target, batch_invariant=True) if batch_invariant() else target

@@ -20,6 +20,9 @@ One program owns BM query rows of one head and walks the keys right to left, so 
 rows see are masked. Where programs are small, several of them share an SM, and the softmax of one runs under the products of
 another. Where one fills it, Q K^T of the next block is issued before the softmax of the current one ("ahead"). Neither needs warp
 specialisation, whose automatic form gives NaN on sm_90 in triton 3.6.
+
+On Hopper the kernel of attention_hopper.py runs instead where _attention_skeleton.py says so: launches there are, with packed
+sequences, their schedule and with lengths of their own the order of the tiles, then the forward.
 """
 
 from __future__ import annotations
@@ -31,12 +34,15 @@ import torch
 from torch import Tensor
 
 from . import _attention as shared
-from . import _attention_reference
+from . import _attention_reference, attention_hopper
 from . import _attention_tiles as tiles
 from ._attention import normalise_mask
+from ._attention_skeleton import PORTABLE, skeleton_of
 from ._attention_tiles import kept, key_range, load_paged, load_rows, planned, power, shape_logits, visible
+from ._hopper_check import ready
+from ._hopper_schedule import plan_axes
 from ._lang import cdiv, tl, triton
-from ._launch import descriptor, on_device
+from ._launch import descriptor, on_device, tma_ready
 from ._launch import launch as _launch
 from ._spec import FP8, Args, Op, Sizes, Spec, Stage, Write
 from ._target import Target, target_of
@@ -53,10 +59,12 @@ def _flops(sizes: Sizes, args: Args) -> int:
 
 def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
     found = shared.check("attention", sizes, args)
+    if any(isinstance(n, torch.SymInt) for n in sizes.values()):
+        return found  # a trace for any length: no result has the axes of scratch
+    if skeleton_of(args).hopper:
+        return {**found, "hopper": 1, **plan_axes({**sizes, **found}, args, target_of(args["q"].device))}
     if not shared.given(args, "cu_seqlens_q"):
         return found
-    if isinstance(sizes["seq"], torch.SymInt):
-        return found  # a trace for any length: no result has the slots
     config = _config({**sizes, **found}, args)
     return {**found, "columns": tiles.COLUMNS, "slots": tiles.schedule_slots(sizes["seq"], found["sequences"], config.block_m)}
 
@@ -73,10 +81,12 @@ SPEC = Spec(
     dtypes=shared.DTYPES,
     derive=_axes,
     read_bytes={"k": shared.key_bytes("k"), "v": shared.key_bytes("v")},
-    scratch={"schedule": Write("slots columns", "int32", lambda args: shared.given(args, "cu_seqlens_q"))},
+    # The table that the Hopper kernel follows for equal lengths is made once for a shape, and not counted: 4 bytes a tile.
+    scratch={"schedule": Write("slots columns", "int32"), "table": Write("rounds programs fields", "int32")},
     stages=(
         Stage("attention_schedule", ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"), ("schedule",), lambda s, a: 0),
-        Stage("attention", (*shared.READS, "schedule"), ("out", "lse"), _flops),
+        Stage("attention_order", ("schedule|seqused_k",), ("table",), lambda s, a: 0),
+        Stage("attention", (*shared.READS, "table|schedule"), ("out", "lse"), _flops),
     ),
 )
 
@@ -417,13 +427,18 @@ def launch(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, sinks: Tensor | None, alibi_slopes: Tensor | None,
     block_map: Tensor | None, prefix_lens: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
     seqused_k: Tensor | None, block_table: Tensor | None, q_scale: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None,
-    seed: Tensor | None, left: int, right: int, softcap: float, scale: float, dropout_p: float,
+    seed: Tensor | None, left: int, right: int, softcap: float, scale: float, dropout_p: float, deterministic: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    args = dict(locals())
+    args: dict[str, Any] = dict(locals())
     sizes = SPEC.axes(args)
+    if "hopper" in sizes and not ready(q.device):
+        sizes = SPEC.axes({**args, **PORTABLE})
     out, lse = SPEC.empty(args, sizes)
     if out.numel() == 0 or sizes["kv_heads"] == 0:
         return out.zero_(), lse.fill_(float("-inf"))
+    if "hopper" in sizes:
+        _launch_hopper(args, (out, lse, *(t for t in SPEC.empty_scratch(args, sizes) if t.numel())))
+        return out, lse
     seq, heads = sizes["seq"], sizes["heads"]
     target = target_of(args["q"].device)
     q, k, v = shared.dense_rows(args["q"], args["k"], args["v"])
@@ -439,7 +454,7 @@ def launch(
     with on_device(q):
         schedule = None
         if args["cu_seqlens_q"] is not None:
-            (schedule,) = SPEC.empty_scratch(args, sizes)
+            schedule, _ = SPEC.empty_scratch(args, sizes)
             others = sizes["context"]
             tiles.schedule(args["cu_seqlens_q"], args["cu_seqlens_k"], args["seqused_k"], seq, others, bm, schedule)
         facts = shared.launch_facts(args, by_key=False)
@@ -454,6 +469,15 @@ def launch(
              "TMA": tma, **shared.numerics(args, target), "num_warps": config.num_warps, "num_stages": config.num_stages},
         )  # fmt: skip
     return out, lse
+
+
+def _launch_hopper(args: Args, buffers: tuple[Tensor, ...]) -> None:
+    q, k, v = (args[n] if tma_ready(args[n]) else args[n].contiguous() for n in "qkv")
+    sinks, used = args["sinks"], args["seqused_k"]  # the kernel reads sinks as fp32
+    attention_hopper.launch(
+        q, k, v, None if sinks is None else sinks.float().contiguous(), args["left"], args["right"], args["scale"],
+        args["softcap"], args["cu_seqlens_q"], args["cu_seqlens_k"], None if used is None else used.contiguous(), buffers,
+    )  # fmt: skip
 
 
 OP = Op(SPEC, launch, reference, BACKWARD, no_grad=frozenset({"block_table", "q_scale", "k_scale", "v_scale"}))

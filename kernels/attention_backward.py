@@ -15,6 +15,9 @@ inputs give equal bits; the price is 7 matrix products instead of 5.
 
 HBM, in elements: delta reads out, grad_out and lse and writes delta and shift; each of the others reads q, k, v, the options,
 grad_out, delta and shift and writes its gradients; sinks reads delta, shift and the sinks.
+
+On Hopper the kernels of attention_hopper_backward.py run instead where _attention_skeleton.py says so, which deterministic
+forbids.
 """
 
 from __future__ import annotations
@@ -26,11 +29,13 @@ import torch
 from torch import Tensor
 
 from . import _attention as shared
-from . import _attention_reference
+from . import _attention_reference, attention_hopper_backward
 from . import _attention_tiles as tiles
 from ._attention_gradients import _delta_kernel, _kv_kernel, _q_kernel
+from ._attention_skeleton import PORTABLE, skeleton_of
+from ._hopper_check import ready
 from ._lang import cdiv
-from ._launch import descriptor, on_device
+from ._launch import contiguous_last, descriptor, on_device, tma_ready
 from ._launch import launch as _launch
 from ._spec import Args, Op, Sizes, Spec, Stage, Write, flag
 from ._target import Target, target_of
@@ -70,6 +75,12 @@ def _bias_flops(sizes: Sizes, args: Args) -> tuple[int, int]:
     return _products(sizes, args, int(not made and not args["need_v"]), int(not made)), _products(sizes, args, 1, 1)
 
 
+def _hopper_flops(sizes: Sizes, args: Args) -> tuple[int, int]:
+    # The logits, grad_q and grad_k; grad_out @ v^T and grad_v.
+    need_q, need_k, need_v = (bool(args[n]) for n in ("need_q", "need_k", "need_v"))
+    return (_products(sizes, args, 1 + need_q + need_k, (need_q or need_k) + need_v),) * 2
+
+
 def _schedules(sizes: Sizes, args: Args) -> dict[str, int]:
     kv, q = _configs(sizes, args)
     n = sizes["sequences"]
@@ -84,9 +95,17 @@ def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
         raise ValueError(f"attention_backward: head_dim={head_dim} with v_dim={v_dim} has no gradients, only 512 with 512 has")
     if args["bias"] is not None:
         found.update(zip(("bias_batch", "bias_heads", "bias_rows", "bias_keys"), args["bias"].shape))
-    if args["cu_seqlens_q"] is None or isinstance(sizes["seq"], torch.SymInt):
-        return found  # in a trace for any length no result has the slots
-    return {**found, **_schedules({**sizes, **found}, args)}
+    if any(isinstance(n, torch.SymInt) for n in sizes.values()):
+        return found  # in a trace for any length no result has the axes of scratch
+    packed = args["cu_seqlens_q"] is not None
+    if skeleton_of(args, backward=True).hopper:
+        axes = attention_hopper_backward.buffer_axes({**sizes, **found}, packed)
+        for name in ("q_slots", "k_slots"):
+            if name in axes:
+                axes[f"hopper_{name}"] = axes.pop(name)
+        return {**found, **axes}
+    found["delta_rows"] = sizes["seq"]
+    return {**found, **_schedules({**sizes, **found}, args)} if packed else found
 
 
 _BOUNDS = ("cu_seqlens_q", "cu_seqlens_k")
@@ -106,20 +125,31 @@ SPEC = Spec(
     derive=_axes,
     read_bytes={"k": shared.key_bytes("k"), "v": shared.key_bytes("v")},
     scratch={
-        "delta": Write("batch heads seq", "accumulate:q", _ANY),
-        "shift": Write("batch heads seq", "accumulate:q", _ANY),
-        "k_schedule": Write("k_slots columns", "int32", lambda a: a["cu_seqlens_q"] is not None and (a["need_k"] or a["need_v"])),
-        "q_schedule": Write("q_slots columns", "int32", lambda a: a["cu_seqlens_q"] is not None and a["need_q"]),
+        "delta": Write("batch heads delta_rows", "accumulate:q", _ANY),
+        "shift": Write("batch heads delta_rows", "accumulate:q", _ANY),
+        "k_schedule": Write("k_slots columns", "int32", flag("need_k", "need_v")),
+        "q_schedule": Write("q_slots columns", "int32", flag("need_q")),
+        "stats": Write("stats_numbers", "float32"),
+        "sums": Write("sums_rows sums_columns", "float32", flag("need_q")),
+        "q_plan": Write("hopper_q_slots columns", "int32"),
+        "k_plan": Write("hopper_k_slots columns", "int32"),
     },
     stages=(
+        Stage("attention_backward_q_schedule", _BOUNDS, ("q_plan",), lambda s, a: 0),
+        Stage("attention_backward_k_schedule", _BOUNDS, ("k_plan",), lambda s, a: 0),
+        Stage("attention_backward_prepare", ("out", "grad_out", "lse", "q_plan"), ("stats", "sums"),
+              lambda s, a: 2 * s["batch"] * s["heads"] * s["seq"] * s["v_dim"]),
+        Stage("attention_backward_products", ("q", "k", "v", "grad_out", "stats", "sums", "k_plan"),
+              ("grad_k", "grad_v", "sums"), _hopper_flops, "stats"),
+        Stage("attention_backward_finish", ("sums", "q_plan"), ("grad_q",), lambda s, a: 0, "stats"),
         Stage("attention_backward_delta", ("out", "grad_out", "lse"), ("delta", "shift"),
               lambda s, a: 2 * s["batch"] * s["heads"] * s["seq"] * s["v_dim"]),
         Stage("attention_backward_k_schedule", _BOUNDS, ("k_schedule",), lambda s, a: 0),
-        Stage("attention_backward_kv", (*_OPERANDS, "k_schedule"), ("grad_k", "grad_v"), _kv_flops),
+        Stage("attention_backward_kv", (*_OPERANDS, "k_schedule"), ("grad_k", "grad_v"), _kv_flops, "delta"),
         Stage("attention_backward_q_schedule", _BOUNDS, ("q_schedule",), lambda s, a: 0),
-        Stage("attention_backward_q", (*_OPERANDS, "q_schedule"), ("grad_q",), _q_flops),
+        Stage("attention_backward_q", (*_OPERANDS, "q_schedule"), ("grad_q",), _q_flops, "delta"),
         Stage("attention_backward_bias", _OPERANDS, ("grad_bias",), _bias_flops),
-        Stage("attention_backward_sinks", ("sinks", "delta", "shift"), ("grad_sinks",),
+        Stage("attention_backward_sinks", ("sinks", "stats|delta", "shift"), ("grad_sinks",),
               lambda s, a: 3 * s["batch"] * s["heads"] * s["seq"]),
     ),
 )  # fmt: skip
@@ -248,18 +278,24 @@ def launch(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, sinks: Tensor | None,
     alibi_slopes: Tensor | None, block_map: Tensor | None, prefix_lens: Tensor | None, cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None, seqused_k: Tensor | None, seed: Tensor | None, out: Tensor, lse: Tensor,
-    left: int, right: int, softcap: float, scale: float, dropout_p: float,
+    left: int, right: int, softcap: float, scale: float, dropout_p: float, deterministic: bool,
     need_q: bool, need_k: bool, need_v: bool, need_bias: bool, need_sinks: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     args: dict[str, Any] = dict(locals())
     sizes = SPEC.axes(args)
+    if "stats_numbers" in sizes and not ready(q.device, backward=True):
+        sizes = SPEC.axes({**args, **PORTABLE})
     grads = SPEC.empty(args, sizes)
     if q.numel() == 0 or k.numel() == 0:
         return tuple(t.zero_() for t in grads)
     if not _ANY(args):
         return grads
     grad_q, grad_k, grad_v, grad_bias, grad_sinks = grads
-    delta, shift, k_schedule, q_schedule = SPEC.empty_scratch(args, sizes)
+    scratch = SPEC.empty_scratch(args, sizes)
+    if "stats_numbers" in sizes:
+        _launch_hopper(args, (grad_q, grad_k, grad_v, grad_sinks), scratch[4:])
+        return grads
+    delta, shift, k_schedule, q_schedule = scratch[:4]
     batch, seq, heads, kv_heads, context = (sizes[axis] for axis in ("batch", "seq", "heads", "kv_heads", "k_len"))
     *tensors, out = shared.dense_rows(q, k, v, grad_out, out)
     target = target_of(q.device)
@@ -308,6 +344,19 @@ def launch(
         if need_sinks and sinks is not None:
             launch_sinks(sinks, delta, shift, grad_sinks, added, numerics["ACC"])
     return grads
+
+
+def _launch_hopper(args: Args, grads: tuple[Tensor, Tensor, Tensor, Tensor], scratch: tuple[Tensor, ...]) -> None:
+    q, k, v, grad_out = (args[n] if tma_ready(args[n]) else args[n].contiguous() for n in ("q", "k", "v", "grad_out"))
+    cu, sinks = (args["cu_seqlens_q"], args["cu_seqlens_k"]), args["sinks"]
+    needs = args["need_q"], args["need_k"], args["need_v"], args["need_sinks"] and sinks is not None
+    grad_q, grad_k, grad_v, grad_sinks = (t if need else None for t, need in zip(grads, needs))
+    sums, q_plan, k_plan = (t if t.numel() else None for t in scratch[1:])
+    attention_hopper_backward.launch(
+        q, k, v, contiguous_last(args["out"]), args["lse"].contiguous(), grad_out, None if sinks is None else sinks.contiguous(),
+        None if cu[0] is None else cu, args["left"], args["right"], args["scale"], args["softcap"], *needs,
+        (grad_q, grad_k, grad_v, grad_sinks), (scratch[0], sums, q_plan, k_plan),
+    )  # fmt: skip
 
 
 BACKWARD = Op(SPEC, launch, reference)

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from ._attention_hopper_parts import tanh
 from ._attention_tiles import LOG2E
+from ._attention_tiles import schedule as schedule_segments
 from ._gluon import (
     allocate_barriers,
     bar_arrive,
@@ -51,7 +52,19 @@ from ._gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ._hopper_schedule import BLOCK_M, corner_of, entry_of, field, lse_row, plan, schedule, tile_of
+from ._hopper_schedule import (
+    BLOCK_M,
+    Bounds,
+    corner_of,
+    entry_of,
+    equal_table,
+    field,
+    lse_row,
+    order,
+    plan_axes,
+    section_of,
+    tile_of,
+)
 from ._lang import cdiv
 from ._launch import launch as _launch
 from ._launch import on_device, tma_strides
@@ -388,22 +401,33 @@ def _forward_kernel(
 # ---- the host ----------------------------------------------------------------------------------------------------------------
 
 
-def refusal(q: Tensor, k: Tensor, v: Tensor, target: Target, used: Tensor | None = None) -> str:
-    """Why this kernel cannot take these arguments on target, or "" where it can."""
+def unfit(target: Target, dtype: torch.dtype, head_dim: int, v_dim: int) -> str:
+    """Why this kernel cannot take rows of these columns on target, or "" where it can."""
     if target.capability != 90:
         return f"{target.name} is not sm_90"
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"q is {q.dtype}, not bfloat16 or float16"
-    if (q.shape[-1], v.shape[-1]) not in ((64, 64), (128, 128), (256, 256), (192, 128)):
-        return f"head_dim={q.shape[-1]} and v_dim={v.shape[-1]}, neither 192 and 128 nor both 64, 128 or 256"
-    if used is not None and len(q) > 1:
-        for name, t in (("q", q), ("k", k), ("v", v)):
-            batch, row = tma_strides(t)[:2]
-            if batch % row or (name == "q" and batch != row * t.shape[1]):
-                return f"{name} has strides {t.stride()} with seqused_k, which are not those of one sequence after the other"
-        if _step(k) != _step(v):
-            return f"k has strides {k.stride()} with seqused_k and v {v.stride()}: their sequences are not equally far apart"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"q is {dtype}, not bfloat16 or float16"
+    if (head_dim, v_dim) not in ((64, 64), (128, 128), (256, 256), (192, 128)):
+        return f"head_dim={head_dim} and v_dim={v_dim}, neither 192 and 128 nor both 64, 128 or 256"
     return ""
+
+
+def unfit_rows(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """Why this kernel cannot take seqused_k with rows that lie so, or "" where it can."""
+    if len(q) <= 1:
+        return ""
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        batch, row = tma_strides(t)[:2]
+        if batch % row or (name == "q" and batch != row * t.shape[1]):
+            return f"{name} has strides {t.stride()} with seqused_k, which are not those of one sequence after the other"
+    if _step(k) != _step(v):
+        return f"k has strides {k.stride()} with seqused_k and v {v.stride()}: their sequences are not equally far apart"
+    return ""
+
+
+def refusal(q: Tensor, k: Tensor, v: Tensor, target: Target, used: Tensor | None = None) -> str:
+    """Why this kernel cannot take these arguments on target, or "" where it can."""
+    return unfit(target, q.dtype, q.shape[-1], v.shape[-1]) or (unfit_rows(q, k, v) if used is not None else "")
 
 
 def _step(t: Tensor) -> int:
@@ -415,9 +439,11 @@ def _step(t: Tensor) -> int:
 def launch(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, left: int, right: int, scale: float, softcap: float = 0.0,
     cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, seqused_k: Tensor | None = None,
+    buffers: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out and lse. q, k, v: what refusal() lets pass, not empty, with rows that TMA takes (_launch.tma_ready). Either both
-    cu_seqlens (and batch 1), or seqused_k, or none."""
+    cu_seqlens (and batch 1), or seqused_k, or none. buffers: out, lse, and with lengths that the device alone knows the schedule
+    (of packed sequences) and the table, both int32 and of plan_axes; made here if None."""
     batch, seq, heads, head_dim = q.shape
     context, kv_heads = k.shape[1:3]
     v_dim = v.shape[-1]
@@ -426,32 +452,32 @@ def launch(
     config = configure(head_dim, right >= 0)
     bn = config.block_n
     packed = cu_seqlens_q is not None or seqused_k is not None
+    sizes = {"batch": batch, "seq": seq, "heads": heads, "k_len": context, "kv_heads": kv_heads, "head_dim": head_dim,
+             "v_dim": v_dim, "sequences": batch if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1}  # fmt: skip
+    if buffers is None:
+        made = plan_axes(sizes, {"q": q, "cu_seqlens_q": cu_seqlens_q, "seqused_k": seqused_k}, target)
+        shapes = [[made[axis] for axis in axes.split()] for axes in ("slots columns", "rounds programs fields")
+                  if all(axis in made for axis in axes.split())]  # fmt: skip
+        buffers = (torch.empty(batch, seq, heads, v_dim, dtype=q.dtype, device=q.device),
+                   torch.empty(batch, heads, seq, dtype=torch.float32, device=q.device),
+                   *(torch.empty(shape, dtype=torch.int32, device=q.device) for shape in shapes))  # fmt: skip
+    out, lse, *planned = buffers
     offset = 0 if packed else context - seq
     # Blocks from the right that some row of a tile does not see all of.
     edges = BLOCK_M // bn + (packed or (offset + right) % bn > 0) if right >= 0 else int(packed or context % bn > 0)
-    # kv heads that share a third of the L2.
-    near = max(1, target.l2_bytes // 3 // (context * (head_dim + v_dim) * q.element_size()))
-    out = torch.empty(batch, seq, heads, v_dim, dtype=q.dtype, device=q.device)
-    lse = torch.empty(batch, heads, seq, dtype=torch.float32, device=q.device)
+    section = section_of(sizes, target, q.element_size())
     row_tiles = cdiv(seq, BLOCK_M)
     with on_device(q):
         if packed:
-            section = min(near, kv_heads) * group
-            if seqused_k is not None:
-                cu_seqlens_q = torch.arange(0, (batch + 1) * seq, seq, dtype=torch.int32, device=q.device)
-            assert cu_seqlens_q is not None
-            table = plan(cu_seqlens_q, cu_seqlens_k, seqused_k, batch * seq, context, _step(k), heads, section, target.sms, left,
-                         right, bn)  # fmt: skip
+            table = planned[-1]
+            bounds = Bounds(left, right, bn, context, 0 if seqused_k is None else _step(k), seq)
+            if cu_seqlens_q is not None:
+                schedule_segments(cu_seqlens_q, cu_seqlens_k, None, seq, context, BLOCK_M, planned[0])
+            order(planned[0] if cu_seqlens_q is not None else None, seqused_k, bounds, heads, min(section, heads), table, batch)
             lse_step = heads if seqused_k is not None else 1
         else:
-            steps = []
-            for first in range(offset, offset + seq, BLOCK_M):
-                begin = max(first - left, 0) // bn if left >= 0 else 0
-                end = cdiv(min(context, first + BLOCK_M + right) if right >= 0 else context, bn)
-                steps.append(max(end - begin, 1))
-            programs = min(target.sms, row_tiles * batch * heads)
-            section = min(near, batch * kv_heads) * group
-            table = schedule(row_tiles, batch * heads, section, programs, tuple(steps), q.device)
+            table = equal_table(Bounds(left, right, bn, context, 0, seq), batch * heads, min(section, batch * heads),
+                                min(target.sms, row_tiles * batch * heads), q.device)  # fmt: skip
         wide = head_dim == 192  # 128 columns and 64 more; beside their rings is room for half of out, as it is with 256
         width = 128 if wide else head_dim
         blocks = [n and descriptor(t, [1, rows, 1, n], ragged=packed) for t, rows, n in (

@@ -39,21 +39,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import attention_hopper
 from ._attention_hopper_parts import (
+    ROWS,
     _finish_kernel,
     _prepare_kernel,
     _sinks_kernel,
     add_part,
     at_edge,
     bounds,
+    buffer_axes,
     in_fours,
+    keys_of,
     landed,
     masked,
     tanh,
     walk,
 )
 from ._attention_hopper_wide import wide_consumer
-from ._attention_tiles import COLUMNS, LOG2E, schedule, schedule_slots
+from ._attention_tiles import LOG2E, schedule
 from ._gluon import (
     allocate_barriers,
     bar_sync,
@@ -74,8 +78,8 @@ from ._hopper_schedule import corner_of
 from ._lang import cdiv
 from ._launch import launch as _launch
 from ._launch import on_device
+from ._target import Target
 
-ROWS = 64  # queries of a tile, and keys of a consumer
 STAGES = 2
 
 
@@ -343,41 +347,56 @@ def _products_kernel(
         ], [4, 1, 1], [240, 24, 24])  # fmt: skip
 
 
+def unfit(target: Target, dtype: torch.dtype, head_dim: int, v_dim: int) -> str:
+    """Why these kernels cannot take rows of these columns on target, or "" where they can."""
+    return attention_hopper.unfit(target, dtype, head_dim, v_dim)
+
+
+Buffers = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+def _buffers(q: Tensor, k: Tensor, cu_seqlens: tuple[Tensor, Tensor] | None, need_q: bool) -> Buffers:
+    """As launch takes them."""
+    sizes = {"batch": q.shape[0], "seq": q.shape[1], "heads": q.shape[2], "head_dim": q.shape[3], "k_len": k.shape[1],
+             "sequences": 0 if cu_seqlens is None else cu_seqlens[0].shape[0] - 1}  # fmt: skip
+    n = buffer_axes(sizes, cu_seqlens is not None)
+    plans = [torch.empty(n[f"{x}_slots"], n["columns"], dtype=torch.int32, device=q.device) if cu_seqlens is not None else None
+             for x in "qk"]  # fmt: skip
+    sums = torch.empty(n["sums_rows"], n["sums_columns"], dtype=torch.float32, device=q.device) if need_q else None
+    return torch.empty(n["stats_numbers"], dtype=torch.float32, device=q.device), sums, plans[0], plans[1]
+
+
 def launch(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, sinks: Tensor | None,
     cu_seqlens: tuple[Tensor, Tensor] | None, left: int, right: int, scale: float, softcap: float = 0.0,
     need_q: bool = True, need_k: bool = True, need_v: bool = True, need_sinks: bool = True,
+    grads: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None] | None = None, buffers: Buffers | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """grad_q, grad_k, grad_v and, where there are sinks, grad_sinks; None for each that is not needed.
 
     Arguments as attention_hopper.launch takes and gives them: q, k, v and grad_out with rows that TMA takes (_launch.tma_ready),
     out with a dense last axis, lse contiguous. cu_seqlens: boundaries of packed queries and keys, int32 `segments+1`, never read
-    on the host. Rows that see nothing (lse -inf) give and get zeros, and so do tokens past the
-    last boundary; boundaries that decrease or pass the tokens give NaN.
+    on the host. Rows that see nothing (lse -inf) give and get zeros, and so do tokens past the last boundary; boundaries that
+    decrease or pass the tokens give NaN. grads: where the results go, None for each that is not needed; buffers: of buffer_axes,
+    "stats_numbers" and (None unless need_q) "sums_rows sums_columns" in fp32, and (None but with cu_seqlens) "q_slots columns"
+    and "k_slots columns" in int32; made here if None.
     """
     batch, seq, heads, head_dim = q.shape
     context, kv_heads = k.shape[1:3]
     v_dim = v.shape[-1]
-    keys = ROWS if head_dim > 128 else 2 * ROWS
+    if grads is None:
+        made = [torch.empty(t.shape, dtype=q.dtype, device=q.device) if need else None
+                for t, need in ((q, need_q), (k, need_k), (v, need_v))]  # fmt: skip
+        grads = made[0], made[1], made[2], torch.empty_like(sinks) if sinks is not None and need_sinks else None
+    stats, sums, q_plan, k_plan = _buffers(q, k, cu_seqlens, need_q) if buffers is None else buffers
+    keys = keys_of(head_dim)
     tiles, key_tiles = cdiv(seq, ROWS), cdiv(context, keys)
-    q_plan = k_plan = None
-    if cu_seqlens is not None:
-        segments = cu_seqlens[0].shape[0] - 1
-        tiles, key_tiles = schedule_slots(seq, segments, ROWS), schedule_slots(context, segments, keys)
-        q_plan, k_plan = (torch.empty(n, COLUMNS, dtype=torch.int32, device=q.device) for n in (tiles, key_tiles))
+    if q_plan is not None and k_plan is not None:
+        tiles, key_tiles = q_plan.shape[0], k_plan.shape[0]
     every = batch * heads * tiles
     direct = head_dim != 128 or not need_q
     # H200, 2026-11-29: kv heads of a chunk; more at once lose at 8k and beyond.
     chunk = 16 if head_dim == 64 else 8 if seq <= 4096 else 4
-    grads = [
-        torch.empty(t.shape, dtype=q.dtype, device=q.device) if need else None
-        for t, need in ((q, need_q), (k, need_k), (v, need_v))
-    ]
-    grad_sinks = torch.empty_like(sinks) if sinks is not None and need_sinks else None
-    stats = torch.empty(every * 2 * ROWS, dtype=torch.float32, device=q.device)
-    sums = None
-    if need_q:
-        sums = torch.empty(every * ROWS * head_dim // 256, 256, dtype=torch.float32, device=q.device)
     shape = (seq, heads, tiles)
     options: dict[str, Any] = {"D": head_dim, "num_warps": 4}
     blank = cu_seqlens is not None or (right >= 0 and context < seq)
@@ -411,6 +430,6 @@ def launch(
             )  # fmt: skip
         if need_q:
             _launch(_finish_kernel, (every,), (sums, grads[0], q_plan, scale, *shape), options)
-        if grad_sinks is not None:
-            _launch(_sinks_kernel, (heads,), (stats, sinks, grad_sinks, batch, heads, tiles), {"N": 16, "num_warps": 4})
-    return grads[0], grads[1], grads[2], grad_sinks
+        if grads[3] is not None:
+            _launch(_sinks_kernel, (heads,), (stats, sinks, grads[3], batch, heads, tiles), {"N": 16, "num_warps": 4})
+    return grads

@@ -428,6 +428,7 @@ def launch(
     block_map: Tensor | None, prefix_lens: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
     seqused_k: Tensor | None, block_table: Tensor | None, q_scale: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None,
     seed: Tensor | None, left: int, right: int, softcap: float, scale: float, dropout_p: float,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     args = dict(locals())
     sizes = SPEC.axes(args)
@@ -471,6 +472,7 @@ def reference(
     block_map: Tensor | None, prefix_lens: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
     seqused_k: Tensor | None, block_table: Tensor | None, q_scale: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None,
     seed: Tensor | None, left: int, right: int, softcap: float, scale: float, dropout_p: float,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     args = dict(locals())
     sizes = SPEC.axes(args)

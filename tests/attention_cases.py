@@ -57,6 +57,7 @@ class Case:
     dropout: float = 0.0
     scale: float | None = None
     forward: bool = False  # no gradients are wanted
+    deterministic: bool = False
 
     def __str__(self) -> str:
         plain = Case()
@@ -129,7 +130,8 @@ class Inputs:
     def keywords(self) -> dict[str, Any]:
         """Of the public function."""
         c = self.case
-        found = {**self.options, "causal": c.causal, "window": c.window, "softcap": c.softcap, "dropout_p": c.dropout}
+        found = {**self.options, "causal": c.causal, "window": c.window, "softcap": c.softcap, "dropout_p": c.dropout,
+                 "deterministic": c.deterministic}  # fmt: skip
         if c.packed:
             found["max_seqlen_q"], found["max_seqlen_k"] = (max((n[i] for n in c.lengths), default=0) for i in range(2))
         return {**found, "scale": c.scale}
@@ -149,7 +151,7 @@ class Inputs:
         right = 0 if c.causal else right
         seed = torch.tensor([self.seed], device=q.device) if c.dropout else None
         scale = c.head_dim**-0.5 if c.scale is None else c.scale
-        return (q, k, v, *(o.get(n) for n in TENSORS), seed, left, right, c.softcap, scale, c.dropout)
+        return (q, k, v, *(o.get(n) for n in TENSORS), seed, left, right, c.softcap, scale, c.dropout, c.deterministic)
 
 
 def _inputs(c: Case, g: torch.Generator) -> Inputs:
@@ -293,12 +295,18 @@ def by_op(name: str = "attention") -> Callable[[Inputs], tuple[Tensor, Tensor]]:
     return run
 
 
+# The Hopper kernels on the model of an SM; three of them, so that a program has several tiles.
+HOPPER = replace(TARGETS["sm_90"], sms=3, skeleton="hopper")
+
+
 def at_target(target: str) -> contextlib.AbstractContextManager[Any]:
+    if target == "hopper":
+        return interpret(HOPPER)
     return interpret(TARGETS[target]) if target in TARGETS else contextlib.nullcontext()
 
 
 def results(case: Case, target: str, run: Callable[[Inputs], Any] = public, layout=lambda t: t) -> dict[str, Tensor]:
-    """By the kernels interpreted for a target, on the GPU ("cuda", same strides) or by the reference ("cpu")."""
+    """By the kernels interpreted for a target or as "hopper", on the GPU ("cuda", same strides) or by the reference ("cpu")."""
     x = case.inputs().changed(layout)
     if target == "cuda":
         x = x.changed(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda").copy_(t))

@@ -225,6 +225,7 @@ def attention_case(batch: int, seq: int, context: int, kv_heads: int, group: int
             "q": randn(batch, seq, heads, head_dim, dtype=dtype, generator=g),
             **{n: randn(batch, context, kv_heads, head_dim, dtype=dtype, generator=g) for n in "kv"},
             "left": -1, "right": 0 if causal else -1, "softcap": 0.0, "scale": head_dim**-0.5, "dropout_p": 0.0,
+            "deterministic": False,
         }  # fmt: skip
         if shaped:
             left = context // 2 if op == "attention" else -1  # split keys are read from where the window begins

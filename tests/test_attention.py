@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -18,6 +18,7 @@ from fusedblock import ops
 from fusedblock.interpret import count_traffic, interpret
 from fusedblock.kernels import _attention as shared
 from fusedblock.kernels import attention, attention_backward
+from fusedblock.kernels._attention_skeleton import forced
 from fusedblock.kernels._spec import ShapeError
 from fusedblock.kernels._target import TARGETS
 
@@ -25,6 +26,13 @@ PATHS = ("sm_90", "sm_80")
 HALVES = (torch.float16, torch.bfloat16)
 MASKS = ("padding", "padding-added", "bool", "added")
 NAMES = ("out", "lse", "grad_q", "grad_k", "grad_v")
+
+
+@pytest.fixture(autouse=True)
+def portable() -> Iterator[None]:
+    """On a GPU as in the interpreter; test_attention_hopper_gpu.py is for the others."""
+    with forced("portable", torch.device("cuda")) if torch.cuda.is_available() else contextlib.nullcontext():
+        yield
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the compiler makes of the attention kernels for each GPU, without one: spills, matrix instructions, memory.
+"""What the compiler makes of the portable attention kernels for each GPU, without one: spills, matrix instructions, memory.
 
 Where spills are allowed their bytes are in spills_attention.json and may only shrink; `python tests/test_attention_aot.py`
 measures them again.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import aot
@@ -46,7 +47,7 @@ def compiled(target: str, head_dim: int, dtype: torch.dtype, mask: str, causal: 
     args = dict(zip(attention.NAMES, ops.attention_args(q, k, v, mask=m, right=0 if causal else -1, scale=head_dim**-0.5)))
     needs = {f"need_{name}": True for name in "qkv"}
     given = {**args, "grad_out": q, "out": q, "lse": lse, **needs}
-    with aot.compile_only(TARGETS[target]) as kernels:
+    with aot.compile_only(replace(TARGETS[target], skeleton="portable")) as kernels:
         attention.launch(*args.values())
         attention_backward.launch(*(given.get(name, False) for name in attention_backward.NAMES))
     return kernels

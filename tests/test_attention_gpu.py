@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -11,6 +13,7 @@ from test_attention_variants import IMPOSSIBLE, head_major, impossible, last_maj
 
 import fusedblock
 from fusedblock.kernels import _launch
+from fusedblock.kernels._attention_skeleton import forced
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
@@ -29,6 +32,13 @@ def exact_products():
     torch.backends.cuda.matmul.allow_tf32 = False
     yield
     torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.fixture(autouse=True)
+def portable() -> Iterator[None]:
+    """On a GPU as in the interpreter; test_attention_hopper_gpu.py is for the others."""
+    with forced("portable", torch.device("cuda")) if torch.cuda.is_available() else contextlib.nullcontext():
+        yield
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])

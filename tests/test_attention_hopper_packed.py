@@ -12,7 +12,7 @@ from test_attention_hopper import BF16, FEW, FP16, HOPPER, Case, compare, formul
 from torch import Tensor
 
 from fusedblock.interpret import interpret
-from fusedblock.kernels import _hopper_schedule, attention_hopper
+from fusedblock.kernels import _attention_tiles, _hopper_schedule, attention_hopper
 
 
 def ints(values: list[int]) -> Tensor:
@@ -159,9 +159,15 @@ def test_keys_in_use_of_one_sequence():
 def columns(lengths: list[int], heads: int, section: int, programs: int, left: int = -1, right: int = 0) -> list[list[list[int]]]:
     """The rows of each program."""
     cu, tokens = bounds(lengths), sum(lengths)
+    slots = _attention_tiles.schedule_slots(tokens, len(lengths), 128)
+    rounds, programs = _hopper_schedule.plan_shape(slots, heads, section, programs)
+    planned = torch.empty(slots, 6, dtype=torch.int32)
+    table = torch.full((rounds, programs, _hopper_schedule.FIELDS), 99, dtype=torch.int32)
+    seen = _hopper_schedule.Bounds(left, right, 128, tokens, 0, tokens)
     with interpret():
-        table = _hopper_schedule.plan(cu, cu, None, tokens, tokens, 0, heads, section, programs, left, right, 128)
-    assert (table[-1] == -1).all()
+        _attention_tiles.schedule(cu, cu, None, tokens, tokens, 128, planned)
+        _hopper_schedule.order(planned, None, seen, heads, section, table, 1)
+    assert (table[-1, :, 0] == -1).all() and (table[..., 0] < heads).all()
     return [[row for row in column if row[0] >= 0] for column in table[..., :6].transpose(0, 1).tolist()]
 
 

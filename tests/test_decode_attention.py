@@ -116,7 +116,7 @@ def call(q: Tensor, k: Tensor, v: Tensor, *, left: int = -1, right: int = -1, so
     """The op's arguments by name."""
     names = list(decode.SPEC.reads)[3:]
     assert set(options) <= set(names)
-    numbers = {"left": left, "right": right, "softcap": softcap, "scale": 0.2, "dropout_p": dropout_p}
+    numbers = {"left": left, "right": right, "softcap": softcap, "scale": 0.2, "dropout_p": dropout_p, "deterministic": False}
     return {"q": q, "k": k, "v": v, **{n: options.get(n) for n in names}, **numbers}
 
 

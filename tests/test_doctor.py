@@ -10,7 +10,7 @@ from test_cli import ROOT, run
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedblock.cli import doctor
-from fusedblock.kernels import _launch
+from fusedblock.kernels import _gluon, _hopper_check, _launch, _target
 from fusedblock.kernels._target import TARGETS
 from fusedblock.ops import OPS
 
@@ -102,3 +102,21 @@ def test_self_test_finds_wrong_and_broken_kernels(monkeypatch):
     assert [check.passed for check in checks.values()] == [True, False, False]
     assert "output: error 1.0e-03" in checks["wrong, fp32"].found and "gradient of x" in checks["wrong, fp32"].found
     assert checks["broken, fp32"].found == "RuntimeError: out of resource: shared memory"
+
+
+@pytest.mark.parametrize("wrong", ["", "out is off by 3"])
+def test_doctor_tests_the_hopper_kernels(wrong, monkeypatch):
+    monkeypatch.setattr(_hopper_check, "_passed", set())
+    monkeypatch.setattr(_target, "failures", {})
+    monkeypatch.setattr(_hopper_check, "_found_wrong", lambda *a: wrong)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    (finding,) = doctor.hopper_findings(TARGETS["sm_90"])
+    if wrong:
+        assert finding.status == "problem" and "failed: out is off by 3" in finding.found
+    else:
+        assert finding.status == "ok" and finding.found == "in use for attention; self-test passed: forward and backward"
+    assert doctor.hopper_findings(TARGETS["sm_80"]) == []
+    monkeypatch.setattr(_gluon, "REASON", "another triton")
+    (finding,) = doctor.hopper_findings(TARGETS["sm_90"])
+    assert finding.status == "note" and "another triton" in finding.hint

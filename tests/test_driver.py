@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import struct
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from attention_cases import HOPPER, Case
 
-from fusedblock.kernels import _driver
+from fusedblock.interpret import compile_only, interpret
+from fusedblock.kernels import _driver, _launch, _replay, attention
 from fusedblock.kernels._replay import _Address, _Box, _Step
 
 BF16 = torch.bfloat16
@@ -164,3 +167,56 @@ def test_what_only_tritons_launcher_does(more: dict[str, Any]) -> None:
 )
 def test_arguments_that_are_not_understood(signature: dict[str, str]) -> None:
     assert _driver.prepare([_step(ARGS, signature)]) is None
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_recorded_gluon_kernel(packed: bool, launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Hopper forward, recorded in the interpreter, with what the compiler says of it: maps, strides, the kept table."""
+    case = Case(seq=150, context=170, heads=2, kv_heads=1, head_dim=64, batch=1, dtype=BF16, causal=True, forward=True,
+                layout="packed" if packed else "batched", lengths=((100, 90), (30, 60)))  # fmt: skip
+    args = case.inputs().op_args()
+    tensors = [t for t in args if isinstance(t, torch.Tensor)]
+    with interpret(HOPPER):
+        _, program = _replay.record(lambda: attention.launch(*args), tensors)
+    with compile_only(HOPPER) as kernels:
+        attention.launch(*args)
+    assert program is not None and len(program.steps) == len(kernels)
+    steps = []
+    for step, kernel in zip(program.steps, kernels):
+        plain = SimpleNamespace(metadata=kernel.metadata, packed_metadata=kernel.packed_metadata, src=kernel.src, function=0x5000)
+        tail = tuple(step.constexprs[name] for name in step.kernel.arg_names[len(step.args) :])
+        steps.append(dataclasses.replace(step, compiled=plain, tail=tail))
+    seen: list[Any] = []
+
+    def encode(address: int, meta: Any, shape: list[int], strides: list[int], padding: str) -> tuple[Any, int]:
+        seen.append((address, meta["swizzle"], meta["elem_size"], meta["block_size"], shape, strides, padding))
+        word = ctypes.c_uint64(address)
+        return word, ctypes.addressof(word)
+
+    monkeypatch.setattr(_driver, "_tensor_map", encode)
+    block = _driver.prepare(steps)
+    assert block is not None
+    rank, q, k = 4 + packed, tensors[0], tensors[1]
+    each = ["Q", *"i" * rank, *"q" * rank]
+    seen_formats[0x5000] = (*each * 4, "Q", "Q", "f", *"iiiiiiii", "Q", "Q")
+    steps_before = len(steps) - 1
+    for n in range(steps_before):  # not looked at here
+        block._calls[n] = (block._calls[n][0], 0x6000, block._calls[n][2])
+    seen_formats[0x6000] = ("Q",)
+    base = [0x100000 * (n + 1) for n in range(len(tensors) + 3)]
+    assert block.run(base, 7) == len(steps)
+    config, _, values = launched[-1]
+    assert config[3] == 32 * 12 and config[6] == kernels[-1].metadata.shared  # with the warps of every partition
+    row = 2 * 64
+    assert [s[:4] for s in seen[:2]] == [(base[0], 3, 2, [1, 1, 64, 1, 64][-rank:]), (base[1], 3, 2, [1, 1, 128, 1, 64][-rank:])]
+    if packed:
+        assert seen[0][4:6] == ([0x7FFF0000, 0x7FFF0000, 2**30, 2, 64], [2**34 - row, row, row, 64, 1])
+    else:
+        assert seen[0][4:6] == (list(q.shape), _launch.tma_strides(q)) and seen[1][4] == list(k.shape)
+    at = [values[n * (1 + 2 * rank) : (n + 1) * (1 + 2 * rank)] for n in range(4)]
+    assert all(found == [s[0], *s[4], *s[5]] for found, s in zip(at, seen))
+    lse, table, scale = values[4 * (1 + 2 * rank) :][:3]
+    workspace = len(tensors) + 2
+    assert lse == base[len(tensors) + 1] and scale == pytest.approx(64**-0.5 * 1.4426950408889634)
+    (kept,) = [t.data_ptr() for t in program._constants] or [None]
+    assert table == kept if not packed else base[workspace] <= table < base[workspace] + program.workspace_bytes

@@ -84,11 +84,14 @@ def test_pure_and_hashable():
 def test_every_gpu_runs_the_same_launches():
     shapes = itertools.product((1, 4), (1, 40, 4096), (torch.bfloat16, torch.float16, torch.float32), (False, True))
     for batch, seq, dtype, training in shapes:
-        plans = {
+        plans = [
             of(batch=batch, seq=seq, dtype=dtype, training=training, target=TARGETS[t])
             for t in ("sm_80", "sm_86", "sm_90", "sm_100")
-        }
-        assert len(plans) == 1
+        ]
+        # Which kernel runs attention is a matter of the GPU (test_attention_skeletons.py).
+        others = {dataclasses.replace(p, launches=tuple(s for s in p.launches if s.op != "attention")) for p in plans}
+        assert len(others) == 1
+        assert len({(p.kernels, *((s.op, s.role, s.kernels) for s in p.launches)) for p in plans}) == 1
 
 
 def test_bounds():
@@ -101,7 +104,7 @@ def test_bounds():
         for step in p.launches:
             assert isinstance(step, Launch)
             assert step.op in OPS
-            assert step.engine in ("triton", "torch")
+            assert step.engine in ("triton", "torch", "gluon" if step.op == "attention" else "triton")
             assert step.why
         assert any(step.changes for step in p.launches)
 
@@ -116,5 +119,5 @@ def test_text_has_a_line_for_every_launch():
             if step.changes:
                 assert lines.pop(0).strip() == f"otherwise: {step.changes}"
         assert lines == []
-    assert "mask" in str(of(masked=True))
-    assert "mask" not in str(of())
+    assert "mask read by tile" in str(of(masked=True))
+    assert "mask read by tile" not in str(of())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fusedblock.ops import Choice, DecodeProblem, Target, choose, decode_launches
+from fusedblock.ops import Choice, DecodeProblem, Skeleton, Target, choose, decode_launches, skeleton
 
 # Up to this many rows the second norm rides on its neighbours' epilogues. Beyond, its own launch is cheaper: at 4096 rows of an
 # 8B layer it takes 19 us on an H200, the statistics in the epilogues 90 us (2026-11-29).
@@ -122,20 +122,31 @@ def _attention(spec: BlockSpec, choice: Choice, masked: bool, kernels: int) -> L
     return Launch(choice.op, "attention", choice.engine, choice.why + kind, kernels=kernels, changes=choice.changes)
 
 
+def _skeleton(spec: BlockSpec, seq: int, context: int, dtype: torch.dtype, target: Target, masked: bool, backward: bool = False,
+              deterministic: bool = False) -> Skeleton:  # fmt: skip
+    """What runs attention where its rows suit TMA, as those of a layer do."""
+    keys = context if spec.window_left < 0 else min(context, spec.window_left + 1 + max(spec.window_right, 0))
+    given = {"mask": masked, "deterministic": backward and deterministic}
+    return skeleton(target=target, dtype=dtype, head_dim=spec.head_dim, v_dim=spec.head_dim, queries=seq, keys=keys,
+                    backward=backward, options=frozenset(name for name, value in given.items() if value))  # fmt: skip
+
+
 @functools.lru_cache(maxsize=4096)
 def plan(
     spec: BlockSpec, *, batch: int, seq: int, context: int, dtype: torch.dtype, training: bool, target: Target,
-    masked: bool = False, packed: bool = False, autocast: bool = False, own: tuple[str, ...] = (),
+    masked: bool = False, packed: bool = False, autocast: bool = False, own: tuple[str, ...] = (), deterministic: bool = False,
 ) -> Plan:  # fmt: skip
     """What one layer launches for x `batch seq hidden` over `context` keys.
 
     training: gradients are wanted. masked: an explicit mask comes with the call. packed: boundaries of sequences do. autocast:
     the residual stream is of another dtype than the products. own: weights of the linear layers that run themselves (adapters).
-    Pure: equal arguments give an
-    equal plan.
+    deterministic: gradients of equal bits are wanted. Pure: equal arguments give an equal plan.
     """
+    symbolic = torch.compiler.is_compiling() or any(isinstance(n, torch.SymInt) for n in (batch, seq, context))
+    forward = None if symbolic else _skeleton(spec, seq, context, dtype, target, masked)
+    backward = _skeleton(spec, seq, context, dtype, target, masked, True, deterministic) if training and not symbolic else None
     choice = choose(seq=seq, group=spec.heads // spec.kv_heads, target=target, dtype=dtype, training=training, packed=packed,
-                    masked=masked)  # fmt: skip
+                    masked=masked, forward=forward, backward=backward)  # fmt: skip
     alone = _why_apart(spec, batch * seq, dtype, training, autocast, own, target)
     statistics = alone is None
     rows = "one row a program, statistics in fp32"
@@ -178,7 +189,9 @@ def plan(
     if apart and spec.rope:
         steps.append(Launch("rope", "rotary embedding", "triton", "q and k in one launch"))
     kernels = 1
-    if choice.splits and (torch.compiler.is_compiling() or any(isinstance(n, torch.SymInt) for n in (batch, seq, context))):
+    if packed and not choice.splits:
+        kernels = 3 if choice.engine == "gluon" else 2  # with their tables of tiles
+    elif choice.splits and symbolic:
         kernels = 2  # a trace for any length: counting the splits would tie it to this one
     elif choice.splits:
         p = DecodeProblem(batch, seq, spec.heads, spec.kv_heads, context, spec.head_dim, spec.head_dim, dtype.itemsize,

@@ -11,6 +11,7 @@ import platform
 import re
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
@@ -21,7 +22,7 @@ from rich.markup import escape
 from torch import Tensor
 
 import fusedblock
-from fusedblock.kernels import _lang
+from fusedblock.kernels import _gluon, _hopper_check, _lang
 from fusedblock.kernels._target import Target, target_of
 from fusedblock.metering.device import describe, versions
 from fusedblock.options import from_environment
@@ -119,7 +120,24 @@ def device_findings() -> list[Finding]:
         Finding("driver", f"{found['driver'] or '?'}, torch built for {built}"),
         Finding("memory", f"{device['memory_bytes'] / 2**30:.0f} GiB, L2 {target.l2_bytes / 2**20:.0f} MiB"),
         Finding("shared memory", f"{target.smem_bytes / 1024:.0f} KiB per program, {target.sms} SMs"),
+        *hopper_findings(target),
     ]
+
+
+def hopper_findings(target: Target) -> list[Finding]:
+    """On sm_90, whether the Gluon kernels of attention are in use; they are tested if they were not yet."""
+    if target.capability != 90:
+        return []
+    name = "Hopper kernels"
+    if _gluon.REASON:
+        return [Finding(name, "not in use", NOTE, f"{_gluon.REASON}; the portable kernels compute attention")]
+    device = torch.device("cuda", torch.cuda.current_device())
+    with warnings.catch_warnings(record=True):
+        passed = all(_hopper_check.ready(device, backward) for backward in (False, True))
+    found = _hopper_check.state(device)
+    if passed:
+        return [Finding(name, f"in use for attention; {found}")]
+    return [Finding(name, f"not in use: {found}", PROBLEM, "the portable kernels compute attention; please report this")]
 
 
 def environment_findings() -> list[Finding]:

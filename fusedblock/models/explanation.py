@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from .. import blocks
-from ..ops import target_of
+from ..ops import deterministic, target_of
 from .binding import Binding, bind
 from .report import Explanation, LayerExplanation
 from .swap import STATE, FusedLayer, decoder_layers, dropouts, falls_back, refusal
@@ -108,5 +108,5 @@ def _plans(bound: Binding, asked: list[Workload], target: Any) -> Iterator[tuple
     for w in asked:
         yield f"{w}, {str(dtype).removeprefix('torch.')}", blocks.plan(
             bound.spec, batch=w.batch, seq=w.seq, context=w.context, dtype=dtype, training=w.phase == "train", target=target,
-            own=tuple(bound.own),
+            own=tuple(bound.own), deterministic=deterministic(),
         )  # fmt: skip

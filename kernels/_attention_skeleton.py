@@ -1,0 +1,153 @@
+"""Which kernels compute the op `attention`: the Gluon ones for Hopper or the portable Triton ones; forward and backward apart.
+
+A pure function of sizes, dtype, options and target, and what a call's tensors are to it. Both skeletons take and give the same
+out and lse, so that either backward follows either forward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from . import _gluon, attention_hopper, attention_hopper_backward
+from ._lang import cdiv
+from ._launch import current_mode, strides_suit_tma
+from ._spec import Args
+from ._target import Target, override, target_of
+
+# ---- measured crossovers -----------------------------------------------------------------------------------------------------
+# (columns of q or v at most, least queries, least keys) of a sequence from which on the Hopper kernels are ahead; first row that
+# is wide enough. Keys are those within a query's reach; of packed sequences both are averages.
+# H200, not measured yet: hopper wherever it can, but where latency decides (attention.SHORT).
+CROSSOVERS: dict[str, tuple[tuple[int, int, int], ...]] = {
+    "forward": ((64, 1, 513), (128, 1, 513), (256, 1, 513)),
+    "backward": ((64, 1, 513), (128, 1, 513), (256, 1, 513)),
+}
+
+# Options of the op that no Hopper kernel takes, and those that only the forward takes.
+_REFUSED = ("mask", "bias", "alibi_slopes", "block_map", "prefix_lens", "block_table", "q_scale", "k_scale", "v_scale",
+            "dropout_p")  # fmt: skip
+_FORWARD_ONLY = ("seqused_k",)
+# Beside a call's arguments: no Gluon kernels, as _hopper_check.py says just now.
+PORTABLE = {"portable": True}
+_NAMES = {"hopper": "Gluon kernels for Hopper", "portable": "portable Triton kernels"}
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """name: "hopper" or "portable"; why, and what would make it the other, "" where nothing on this GPU would."""
+
+    name: str
+    why: str
+    changes: str
+
+    @property
+    def hopper(self) -> bool:
+        return self.name == "hopper"
+
+    @property
+    def otherwise(self) -> str:
+        return f"{_NAMES['portable' if self.hopper else 'hopper']} {self.changes}"
+
+    def __str__(self) -> str:
+        return f"{_NAMES[self.name]}: {self.why}"
+
+
+def _refusal(target: Target, dtype: torch.dtype, head_dim: int, v_dim: int, backward: bool, options: frozenset[str],
+             rows: str) -> tuple[str, str]:  # fmt: skip
+    """Why the Hopper kernels cannot run or must not, and what would change that; empty where they can."""
+    kernels = attention_hopper_backward if backward else attention_hopper
+    if why := kernels.unfit(target, dtype, head_dim, v_dim):
+        return why, "" if target.capability != 90 else "in bfloat16 or float16, with rows that they take"
+    if why := target.broken or _gluon.REASON:
+        return why, "where they can be tested and pass" if target.broken else "with triton 3.6 to 3.9"
+    if target.batch_invariant:
+        return "batch_invariant: a row's bits must not tell its kernel", "without batch_invariant"
+    if "deterministic" in options:
+        return "deterministic: they add to grad_q in any order", "without deterministic"
+    refused = (*_REFUSED, *_FORWARD_ONLY) if backward else _REFUSED
+    if found := sorted(options.intersection(refused)):
+        return f"{found[0]} is given", f"without {' and '.join(found)}"
+    if rows:
+        return rows, "with other strides"
+    return "", ""
+
+
+def skeleton(
+    *, target: Target, dtype: torch.dtype, head_dim: int, v_dim: int, queries: int, keys: int, backward: bool = False,
+    options: frozenset[str] = frozenset(), rows: str = "", interpreted: bool = False,
+) -> Skeleton:  # fmt: skip
+    """What runs a call's forward or its backward.
+
+    queries and keys of a sequence, as CROSSOVERS counts them. options: names of the op's arguments that are given (dropout_p:
+    that is not 0), for a backward also "deterministic". rows: what keeps TMA from the tensors. interpreted: the kernels run on a
+    CPU, where a model of the SM takes its time.
+    Pure: equal arguments give an equal choice.
+    """
+    why, changes = _refusal(target, dtype, head_dim, v_dim, backward, options, rows)
+    if not why and (queries == 0 or keys == 0):
+        why, changes = "there is nothing to attend to", "with queries and keys"
+    if why:
+        return Skeleton("portable", why, changes)
+    if target.skeleton:
+        return Skeleton(target.skeleton, "asked for", "where it is asked for")
+    if interpreted:
+        return Skeleton("portable", "in the interpreter", "on a GPU")
+    table = CROSSOVERS["backward" if backward else "forward"]
+    wide = max(head_dim, v_dim)
+    least = next(((q, k) for columns, q, k in table if wide <= columns), None)
+    assert least is not None, f"no row of CROSSOVERS for head_dim={head_dim} and v_dim={v_dim}"
+    for n, enough, what in ((queries, least[0], "queries"), (keys, least[1], "keys")):
+        if n < enough:
+            return Skeleton("portable", f"{n} {what} a sequence, where latency decides", f"from {enough} {what} on")
+    fewer = [f"fewer than {n} {what}" for n, what in zip(least, ("queries", "keys")) if n > 1]
+    others = " or ".join([*fewer, "a mask, a bias and the like"])
+    return Skeleton("hopper", "sm_90, a shape and options that they take", f"for {others}")
+
+
+@contextmanager
+def forced(name: str, device: torch.device) -> Iterator[None]:
+    """Inside, calls on device run this skeleton wherever it can, in every thread: to compare the two."""
+    with override(replace(target_of(device), skeleton=name)):
+        yield
+
+
+_known = functools.lru_cache(maxsize=4096)(skeleton)  # every call of the op asks
+_ASKED = {False: (*_REFUSED, *_FORWARD_ONLY), True: (*_REFUSED, *_FORWARD_ONLY, "deterministic")}
+
+
+def skeleton_of(args: Args, backward: bool = False) -> Skeleton:
+    """The same for the arguments of the op attention or attention_backward, which have been checked."""
+    q, k, v, left, right = args["q"], args["k"], args["v"], args["left"], args["right"]
+    target = target_of(q.device)
+    if "portable" in args and not target.broken:
+        target = replace(target, broken="they are not tested yet, and a CUDA graph is captured")
+    options = [n for n in _ASKED[backward] if (value := args.get(n)) is not None and (isinstance(value, Tensor) or value)]
+    (batch, seq, heads, head_dim), context, kv_heads = q.shape, k.shape[1], k.shape[2]
+    if args["cu_seqlens_q"] is not None:
+        sequences = max(args["cu_seqlens_q"].shape[0] - 1, 1)
+        seq, context = cdiv(seq, sequences), cdiv(context, sequences)
+    if batch == 0 or heads == 0 or kv_heads == 0:
+        seq = 0
+    if left >= 0 and right >= 0:
+        context = min(context, left + 1 + right)
+    able = target.capability == 90 and q.element_size() == 2
+    return _known(
+        target=target, dtype=q.dtype, head_dim=head_dim, v_dim=v.shape[3], queries=seq, keys=context, backward=backward,
+        options=frozenset(options), rows=_rows_refusal(q, k, v, args["seqused_k"]) if able else "",
+        interpreted=current_mode() == "interpret",
+    )  # fmt: skip
+
+
+def _rows_refusal(q: Tensor, k: Tensor, v: Tensor, used: Tensor | None) -> str:
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        # What has no dense last axis is copied. Addresses are looked at where there are any: a plan is made of shapes too.
+        apart = type(t) is Tensor and t.data_ptr() % 16
+        if t.numel() and t.stride(-1) == 1 and (apart or not strides_suit_tma(t)):
+            return f"{name} has rows that TMA does not take (strides {tuple(t.stride())} of {t.element_size()} bytes)"
+    return attention_hopper.unfit_rows(q, k, v) if used is not None else ""
