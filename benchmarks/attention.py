@@ -220,8 +220,8 @@ CUDNN = {FORWARD: 0.80, BACKWARD: 0.75}  # at causal, head_dim 128, 2048 tokens 
 
 
 def targets(found: Sequence[Row]) -> list[dict[str, Any]]:
-    """Of fusedblock's rows, by the kernels it chooses and by the portable ones: what, measured (a peer's time over ours), limit (at
-    least; None: only reported)."""
+    """Of fusedblock's rows, by the kernels it chooses and by the portable ones: what, measured (a peer's time over ours), limit
+    (at least; None: only reported)."""
     made: list[dict[str, Any]] = []
     for row in found:
         if row.impl not in OURS or row.ms is None:

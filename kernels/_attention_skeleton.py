@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from . import _gluon, attention_hopper, attention_hopper_backward
+from . import _gluon, attention_hopper, attention_hopper_backward, attention_hopper_short
 from ._lang import cdiv
 from ._launch import current_mode, strides_suit_tma
 from ._spec import Args
@@ -23,10 +23,13 @@ from ._target import Target, override, target_of
 # ---- measured crossovers -----------------------------------------------------------------------------------------------------
 # (columns of q or v at most, least queries, least keys) of a sequence from which on the Hopper kernels are ahead; first row that
 # is wide enough. Keys are those within a query's reach; of packed sequences both are averages.
-# H200, not measured yet: hopper wherever it can, but where latency decides (attention.SHORT).
+# H200, 2026-11-30, causal, bf16, ms, portable and hopper. Forward D=128: S512 0.204 and 0.183, S2048 0.55 and 0.44, S8192 1.82
+# and 1.57; a window of 128 at S8192 0.165 and 0.183, with D=64 and sinks 0.26 and 0.32. D=64 S4096 0.64 and 0.60, D=256 S4096
+# 1.11 and 0.80. Between 128 and 512 keys nothing was measured. Backward D=128: S512 0.80 and 0.68, S8192 6.9 and 5.1; a window
+# of 128 0.75 and 0.59, with D=64 and sinks 0.91 and 0.65; D=256 S4096 7.3 and 3.5.
 CROSSOVERS: dict[str, tuple[tuple[int, int, int], ...]] = {
-    "forward": ((64, 1, 513), (128, 1, 513), (256, 1, 513)),
-    "backward": ((64, 1, 513), (128, 1, 513), (256, 1, 513)),
+    "forward": ((64, 1, 513), (256, 1, 512)),
+    "backward": ((256, 1, 128),),
 }
 
 # Options of the op that no Hopper kernel takes, and those that only the forward takes.
@@ -35,12 +38,16 @@ _REFUSED = ("mask", "bias", "alibi_slopes", "block_map", "prefix_lens", "block_t
 _FORWARD_ONLY = ("seqused_k",)
 # Beside a call's arguments: no Gluon kernels, as _hopper_check.py says just now.
 PORTABLE = {"portable": True}
-_NAMES = {"hopper": "Gluon kernels for Hopper", "portable": "portable Triton kernels"}
+_NAMES = {
+    "hopper": "Gluon kernels for Hopper", "short": "the Gluon kernel for short contexts on Hopper",
+    "portable": "portable Triton kernels",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Skeleton:
-    """name: "hopper" or "portable"; why, and what would make it the other, "" where nothing on this GPU would."""
+    """name: "hopper", "short" (a forward over few keys on Hopper) or "portable"; why, and what would make it another, "" where
+    nothing on this GPU would."""
 
     name: str
     why: str
@@ -48,7 +55,7 @@ class Skeleton:
 
     @property
     def hopper(self) -> bool:
-        return self.name == "hopper"
+        return self.name != "portable"
 
     @property
     def otherwise(self) -> str:
@@ -79,14 +86,15 @@ def _refusal(target: Target, dtype: torch.dtype, head_dim: int, v_dim: int, back
 
 
 def skeleton(
-    *, target: Target, dtype: torch.dtype, head_dim: int, v_dim: int, queries: int, keys: int, backward: bool = False,
-    options: frozenset[str] = frozenset(), rows: str = "", interpreted: bool = False,
+    *, target: Target, dtype: torch.dtype, head_dim: int, v_dim: int, queries: int, keys: int, context: int | None = None,
+    backward: bool = False, options: frozenset[str] = frozenset(), rows: str = "", interpreted: bool = False,
 ) -> Skeleton:  # fmt: skip
     """What runs a call's forward or its backward.
 
-    queries and keys of a sequence, as CROSSOVERS counts them. options: names of the op's arguments that are given (dropout_p:
-    that is not 0), for a backward also "deterministic". rows: what keeps TMA from the tensors. interpreted: the kernels run on a
-    CPU, where a model of the SM takes its time.
+    queries and keys of a sequence, as CROSSOVERS counts them; context: all its keys, within reach or not (None: as many).
+    options: names of the op's arguments that are given (dropout_p and softcap: that are not 0), for a backward also
+    "deterministic". rows: what keeps TMA from the tensors. interpreted: the kernels run on a CPU, where a model of the SM takes
+    its time.
     Pure: equal arguments give an equal choice.
     """
     why, changes = _refusal(target, dtype, head_dim, v_dim, backward, options, rows)
@@ -94,10 +102,17 @@ def skeleton(
         why, changes = "there is nothing to attend to", "with queries and keys"
     if why:
         return Skeleton("portable", why, changes)
+    context = keys if context is None else context
+    short = not backward and not options - {"sinks"} and not attention_hopper_short.unfit(head_dim, v_dim, context)
     if target.skeleton:
-        return Skeleton(target.skeleton, "asked for", "where it is asked for")
+        return Skeleton("hopper" if target.skeleton == "short" and not short else target.skeleton, "asked for",
+                        "where it is asked for")  # fmt: skip
     if interpreted:
         return Skeleton("portable", "in the interpreter", "on a GPU")
+    if short:  # H200, 2026-11-30: 1.1 to 2.2 times as fast as the portable kernel at 64, 128 and 256 keys, D=64 and 128
+        few = attention_hopper_short.LONGEST
+        return Skeleton("short", f"{context} keys a sequence, which stay in shared memory",
+                        f"for {few + 1} keys or more, a mask, a bias and the like")  # fmt: skip
     table = CROSSOVERS["backward" if backward else "forward"]
     wide = max(head_dim, v_dim)
     least = next(((q, k) for columns, q, k in table if wide <= columns), None)
@@ -118,7 +133,7 @@ def forced(name: str, device: torch.device) -> Iterator[None]:
 
 
 _known = functools.lru_cache(maxsize=4096)(skeleton)  # every call of the op asks
-_ASKED = {False: (*_REFUSED, *_FORWARD_ONLY), True: (*_REFUSED, *_FORWARD_ONLY, "deterministic")}
+_ASKED = {False: (*_REFUSED, *_FORWARD_ONLY, "softcap", "cu_seqlens_q"), True: (*_REFUSED, *_FORWARD_ONLY, "deterministic")}
 
 
 def skeleton_of(args: Args, backward: bool = False) -> Skeleton:
@@ -134,12 +149,11 @@ def skeleton_of(args: Args, backward: bool = False) -> Skeleton:
         seq, context = cdiv(seq, sequences), cdiv(context, sequences)
     if batch == 0 or heads == 0 or kv_heads == 0:
         seq = 0
-    if left >= 0 and right >= 0:
-        context = min(context, left + 1 + right)
+    keys = min(context, left + 1 + right) if left >= 0 and right >= 0 else context
     able = target.capability == 90 and q.element_size() == 2
     return _known(
-        target=target, dtype=q.dtype, head_dim=head_dim, v_dim=v.shape[3], queries=seq, keys=context, backward=backward,
-        options=frozenset(options), rows=_rows_refusal(q, k, v, args["seqused_k"]) if able else "",
+        target=target, dtype=q.dtype, head_dim=head_dim, v_dim=v.shape[3], queries=seq, keys=keys, context=context,
+        backward=backward, options=frozenset(options), rows=_rows_refusal(q, k, v, args["seqused_k"]) if able else "",
         interpreted=current_mode() == "interpret",
     )  # fmt: skip
 

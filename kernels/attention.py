@@ -21,8 +21,8 @@ rows see are masked. Where programs are small, several of them share an SM, and 
 another. Where one fills it, Q K^T of the next block is issued before the softmax of the current one ("ahead"). Neither needs warp
 specialisation, whose automatic form gives NaN on sm_90 in triton 3.6.
 
-On Hopper the kernel of attention_hopper.py runs instead where _attention_skeleton.py says so: launches there are, with packed
-sequences, their schedule and with lengths of their own the order of the tiles, then the forward.
+On Hopper the kernel of attention_hopper.py or attention_hopper_short.py runs instead where _attention_skeleton.py says so:
+launches there are, with packed sequences, their schedule and with lengths of their own the order of the tiles, then the forward.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from . import _attention as shared
-from . import _attention_reference, attention_hopper
+from . import _attention_reference, attention_hopper, attention_hopper_short
 from . import _attention_tiles as tiles
 from ._attention import normalise_mask
 from ._attention_skeleton import PORTABLE, skeleton_of
@@ -61,7 +61,10 @@ def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
     found = shared.check("attention", sizes, args)
     if any(isinstance(n, torch.SymInt) for n in sizes.values()):
         return found  # a trace for any length: no result has the axes of scratch
-    if skeleton_of(args).hopper:
+    chosen = skeleton_of(args)
+    if chosen.name == "short":
+        return {**found, "hopper": 1, "short": 1}
+    if chosen.hopper:
         return {**found, "hopper": 1, **plan_axes({**sizes, **found}, args, target_of(args["q"].device))}
     if not shared.given(args, "cu_seqlens_q"):
         return found
@@ -437,7 +440,7 @@ def launch(
     if out.numel() == 0 or sizes["kv_heads"] == 0:
         return out.zero_(), lse.fill_(float("-inf"))
     if "hopper" in sizes:
-        _launch_hopper(args, (out, lse, *(t for t in SPEC.empty_scratch(args, sizes) if t.numel())))
+        _launch_hopper(args, (out, lse, *(t for t in SPEC.empty_scratch(args, sizes) if t.numel())), "short" in sizes)
         return out, lse
     seq, heads = sizes["seq"], sizes["heads"]
     target = target_of(args["q"].device)
@@ -471,13 +474,17 @@ def launch(
     return out, lse
 
 
-def _launch_hopper(args: Args, buffers: tuple[Tensor, ...]) -> None:
+def _launch_hopper(args: Args, buffers: tuple[Tensor, ...], short: bool) -> None:
     q, k, v = (args[n] if tma_ready(args[n]) else args[n].contiguous() for n in "qkv")
-    sinks, used = args["sinks"], args["seqused_k"]  # the kernel reads sinks as fp32
-    attention_hopper.launch(
-        q, k, v, None if sinks is None else sinks.float().contiguous(), args["left"], args["right"], args["scale"],
-        args["softcap"], args["cu_seqlens_q"], args["cu_seqlens_k"], None if used is None else used.contiguous(), buffers,
-    )  # fmt: skip
+    sinks, used = args["sinks"], args["seqused_k"]
+    given = q, k, v, None if sinks is None else sinks.contiguous(), args["left"], args["right"], args["scale"]
+    if short:
+        attention_hopper_short.launch(*given, buffers[0], buffers[1])
+    else:
+        attention_hopper.launch(
+            *given, args["softcap"], args["cu_seqlens_q"], args["cu_seqlens_k"], None if used is None else used.contiguous(),
+            buffers,
+        )  # fmt: skip
 
 
 OP = Op(SPEC, launch, reference, BACKWARD, no_grad=frozenset({"block_table", "q_scale", "k_scale", "v_scale"}))

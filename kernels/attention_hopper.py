@@ -323,7 +323,7 @@ def _consumer(
             total = gl.convert_layout(gl.sum(l, 1), s_rows)
             inverse = 1.0 / total
             if sinks is not None:
-                sink = gl.load(sinks + h) * 1.4426950408889634
+                sink = gl.load(sinks + h).to(gl.float32) * 1.4426950408889634
                 new = gl.maximum(m, sink)
                 shrink = gl.exp2(m - new)
                 total = total * shrink + gl.exp2(sink - new)

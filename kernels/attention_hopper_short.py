@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ._attention_tiles import LOG2E
@@ -45,8 +44,8 @@ from ._gluon import (
 )
 from ._lang import cdiv
 from ._launch import launch as _launch
-from ._launch import on_device, tma_ready
-from ._target import Target, target_of
+from ._launch import on_device
+from ._target import target_of
 
 BLOCK = 64  # rows of a tile, and keys of a block
 LONGEST = 256  # keys: their logits are half of the registers
@@ -342,19 +341,12 @@ def _short_kernel(
 # ---- the host ----------------------------------------------------------------------------------------------------------------
 
 
-def refusal(q: Tensor, k: Tensor, v: Tensor, target: Target) -> str:
-    """Why this kernel cannot take these arguments on target, or "" where it can."""
-    if target.capability != 90:
-        return f"{target.name} is not sm_90"
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"q is {q.dtype}, not bfloat16 or float16"
-    if q.shape[-1] not in (64, 128) or v.shape[-1] != q.shape[-1]:
-        return f"head_dim={q.shape[-1]} and v_dim={v.shape[-1]}, not both 64 or 128"
-    if k.shape[1] > LONGEST:
-        return f"context={k.shape[1]} is more than {LONGEST}"
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        if not tma_ready(t):
-            return f"{name} of shape {tuple(t.shape)} and strides {t.stride()} is not what TMA takes"
+def unfit(head_dim: int, v_dim: int, context: int) -> str:
+    """Why this kernel cannot take so many columns and keys where attention_hopper.py could, or "" where it can."""
+    if head_dim not in (64, 128) or v_dim != head_dim:
+        return f"head_dim={head_dim} and v_dim={v_dim}, not both 64 or 128"
+    if not 0 < context <= LONGEST:
+        return f"context={context}, not 1 to {LONGEST}"
     return ""
 
 
@@ -370,7 +362,8 @@ def launch(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, left: int, right: int, scale: float, out: Tensor, lse: Tensor,
     config: Config | None = None,
 ) -> None:  # fmt: skip
-    """Write out and lse, both contiguous. q, k, v: what refusal() lets pass."""
+    """Write out and lse, both contiguous. q, k, v: bf16 or fp16, what unfit() lets pass, with rows that TMA takes
+    (_launch.tma_ready)."""
     batch, seq, heads, head_dim = q.shape
     context, kv_heads = k.shape[1:3]
     group = heads // kv_heads

@@ -297,16 +297,18 @@ def by_op(name: str = "attention") -> Callable[[Inputs], tuple[Tensor, Tensor]]:
 
 # The Hopper kernels on the model of an SM; three of them, so that a program has several tiles.
 HOPPER = replace(TARGETS["sm_90"], sms=3, skeleton="hopper")
+SKELETONS = {"hopper": HOPPER, "short": replace(HOPPER, skeleton="short")}
 
 
 def at_target(target: str) -> contextlib.AbstractContextManager[Any]:
-    if target == "hopper":
-        return interpret(HOPPER)
+    if target in SKELETONS:
+        return interpret(SKELETONS[target])
     return interpret(TARGETS[target]) if target in TARGETS else contextlib.nullcontext()
 
 
 def results(case: Case, target: str, run: Callable[[Inputs], Any] = public, layout=lambda t: t) -> dict[str, Tensor]:
-    """By the kernels interpreted for a target or as "hopper", on the GPU ("cuda", same strides) or by the reference ("cpu")."""
+    """By the kernels interpreted for a target or as one of SKELETONS, on the GPU ("cuda", same strides), or by the reference
+    ("cpu")."""
     x = case.inputs().changed(layout)
     if target == "cuda":
         x = x.changed(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda").copy_(t))

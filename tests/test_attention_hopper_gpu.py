@@ -67,6 +67,21 @@ def test_pairs(case: Case, hopper: list[str]):
     assert "attention_hopper" in hopper and "attention" not in hopper
 
 
+def few_keys(dim: int, dtype: torch.dtype) -> list[Case]:
+    values = alone(**{**SIZE, "context": 250, "head_dim": dim, "dtype": dtype})
+    found = [c for c in values if takes(c) and not (c.packed or c.softcap or c.seqused or c.v_dim) and c.dtype is dtype]
+    shapes = [(1, 1), (64, 64), (65, 65), (128, 128), (256, 256), (700, 77), (3, 256), (256, 3)]
+    more = [Case(seq=s, context=t, head_dim=dim, dtype=dtype, causal=True, heads=8, kv_heads=2, batch=40) for s, t in shapes]
+    return [*found, *more]
+
+
+@cases([*few_keys(64, BF16), *few_keys(128, torch.float16)])
+def test_few_keys(case: Case, hopper: list[str]):
+    with forced("short", CUDA):
+        check(case, "cuda")
+    assert hopper.count("attention_hopper_short") == 1 and "attention_hopper" not in hopper
+
+
 @pytest.mark.parametrize("layout", [head_major, last_major, sliced])
 @cases([Case(**SIZE, dtype=BF16, layout=layout) for layout in ("batched", "packed")])
 def test_strides(case: Case, layout):

@@ -19,7 +19,6 @@ from test_attention_hopper import BF16, FP16, HOPPER
 
 from fusedblock.interpret import count_traffic, interpret
 from fusedblock.kernels import attention_hopper_short
-from fusedblock.kernels._target import TARGETS
 from fusedblock.kernels.attention_hopper_short import Config
 
 FEW = replace(HOPPER, sms=3)  # so that a program has several problems
@@ -34,7 +33,7 @@ def short(seq: int, context: int, **options) -> Case:
 def run(x: Inputs, target=FEW, seed: int = 0, config: Config | None = None, module: Any = attention_hopper_short):
     c = x.case
     left, right = (-1, -1) if c.window is None else c.window
-    assert attention_hopper_short.refusal(x.q, x.k, x.v, HOPPER) == ""
+    assert attention_hopper_short.unfit(c.head_dim, c.out_dim, c.context) == ""
     out = torch.full(x.q.shape, math.nan, dtype=x.q.dtype)
     lse = torch.full((c.batch, c.heads, c.seq), math.nan)
     with interpret(target, seed=seed):
@@ -135,24 +134,14 @@ def test_nan_beside_a_sequence_does_not_spread():
     assert all(torch.equal(a, b) for a, b in zip(got, want))
 
 
-def test_empty():
-    for case in (short(20, 20, batch=0), short(0, 20)):
-        x = case.inputs()
-        assert "is not what TMA takes" in attention_hopper_short.refusal(x.q, x.k, x.v, HOPPER)
-
-
-@pytest.mark.parametrize("change, message", [
-    ({"target": TARGETS["sm_100"]}, "sm_100 is not sm_90"),
-    ({"dtype": torch.float32}, "q is torch.float32, not bfloat16 or float16"),
-    ({"head_dim": 256}, "head_dim=256 and v_dim=256, not both 64 or 128"),
-    ({"v_dim": 128}, "head_dim=64 and v_dim=128, not both 64 or 128"),
-    ({"context": 257}, "context=257 is more than 256"),
-    ({"context": 0}, "k of shape (1, 0, 1, 64) and strides (64, 64, 64, 1) is not what TMA takes"),
+@pytest.mark.parametrize("sizes, message", [
+    ((64, 64, 1), ""), ((128, 128, 256), ""),
+    ((256, 256, 64), "head_dim=256 and v_dim=256, not both 64 or 128"),
+    ((64, 128, 64), "head_dim=64 and v_dim=128, not both 64 or 128"),
+    ((64, 64, 257), "context=257, not 1 to 256"), ((64, 64, 0), "context=0, not 1 to 256"),
 ])  # fmt: skip
-def test_refusals(change: dict, message: str):
-    target = change.pop("target", HOPPER)
-    x = replace(short(64, 64), **change).inputs()
-    assert attention_hopper_short.refusal(x.q, x.k, x.v, target) == message
+def test_what_it_takes(sizes: tuple[int, int, int], message: str):
+    assert attention_hopper_short.unfit(*sizes) == message
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import HOPPER, Case, at_target, by_op, check, results
+from attention_cases import HOPPER, SKELETONS, Case, at_target, by_op, check, results
 from torch import Tensor
 
 import fusedblock
@@ -49,9 +49,11 @@ SHAPE = {"target": H200, "dtype": BF16, "head_dim": 128, "v_dim": 128, "queries"
     *(({"options": frozenset({name})}, f"{name} is given") for name in _attention_skeleton._REFUSED),
     ({"options": frozenset({"seqused_k"}), "backward": True}, "seqused_k is given"),
     ({"head_dim": 192, "backward": True}, ""), ({"rows": "q is crooked"}, "q is crooked"),
-    ({"queries": 0}, "nothing to attend"), ({"keys": 0}, "nothing to attend"), ({"keys": 512}, "512 keys a sequence"),
+    ({"queries": 0}, "nothing to attend"), ({"keys": 0}, "nothing to attend"), ({"keys": 511}, "511 keys a sequence"),
+    ({"keys": 512}, ""), ({"head_dim": 64, "v_dim": 64, "keys": 512}, "512 keys a sequence"),
+    ({"keys": 128, "backward": True}, ""), ({"keys": 127, "backward": True}, "127 keys a sequence"),
     ({"interpreted": True}, "in the interpreter"), ({"target": replace(H200, skeleton="portable")}, "asked for"),
-], ids=str)  # fmt: skip
+])  # fmt: skip
 def test_choice(change: dict, why: str):
     chosen = skeleton(**{**SHAPE, **change})
     assert chosen.hopper == (not why)
@@ -63,6 +65,20 @@ def test_what_is_asked_for_goes_before_the_table_but_not_before_a_refusal():
     assert skeleton(**{**SHAPE, "keys": 20, "target": asked}).hopper
     assert skeleton(**{**SHAPE, "target": asked, "interpreted": True}).hopper
     assert not skeleton(**{**SHAPE, "target": replace(asked, batch_invariant=True)}).hopper
+
+
+@pytest.mark.parametrize("change, name", [
+    ({}, "short"), ({"keys": 1, "queries": 4000}, "short"), ({"keys": 256, "options": frozenset({"sinks"})}, "short"),
+    ({"head_dim": 64, "v_dim": 64}, "short"), ({"backward": True}, "hopper"), ({"context": 257}, "portable"),
+    ({"keys": 128, "context": 256}, "short"), ({"head_dim": 256, "v_dim": 256}, "portable"),
+    *(({"options": frozenset({option})}, "portable") for option in ("softcap", "cu_seqlens_q", "seqused_k", "mask")),
+    ({"target": replace(H200, batch_invariant=True)}, "portable"), ({"interpreted": True}, "portable"),
+    ({"target": replace(H200, skeleton="portable")}, "portable"), ({"target": replace(H200, skeleton="hopper")}, "hopper"),
+    ({"target": replace(H200, skeleton="short")}, "short"), ({"target": replace(H200, skeleton="short"), "keys": 257}, "hopper"),
+    ({"target": TARGETS["sm_100"]}, "portable"),
+])  # fmt: skip
+def test_choice_for_few_keys(change: dict, name: str):
+    assert skeleton(**{**SHAPE, "queries": 200, "keys": 200, **change}).name == name
 
 
 def test_without_gluon(monkeypatch: pytest.MonkeyPatch):
@@ -94,6 +110,9 @@ def test_choice_for_tensors():
     assert skeleton_of(named(q, k, k)).hopper
     assert "512 keys" in skeleton_of(named(q, k[:, :512], k[:, :512])).why
     assert "128 keys" in skeleton_of(named(q, k, k, left=127, right=0)).why
+    few = named(q, k[:, :256], k[:, :256])
+    assert skeleton_of(few).name == skeleton_of({**few, "left": 20, "right": 0}).name == "short"
+    assert skeleton_of({**few, "softcap": 2.0}).name == "portable"
     assert "dropout_p is given" in skeleton_of(named(q, k, k, dropout_p=0.1)).why
     assert skeleton_of(named(q, k, k, softcap=1.0)).hopper
     # Packed sequences by their average.
@@ -145,6 +164,29 @@ def test_values(case: Case, launched: list[str]):
     check(case, "hopper")
     assert "attention_hopper" in launched and "attention" not in launched
     assert ("attention_hopper_backward" in launched) == (not case.seqused)
+
+
+@pytest.mark.parametrize("case", [
+    Case(**{**TINY, "batch": 3}, causal=True, sinks=True), Case(**TINY, window=(40, 10)),
+    pytest.param(Case(**{**TINY, "head_dim": 128, "context": 250}), marks=pytest.mark.slow),
+], ids=str)  # fmt: skip
+def test_values_over_few_keys(case: Case, launched: list[str]):
+    check(case, "short")
+    assert launched.count("attention_hopper_short") == 1 and "attention_hopper" not in launched
+
+
+def test_costs_over_few_keys():
+    x = Case(**{**TINY, "seq": 128, "context": 192, "heads": 4, "kv_heads": 2, "batch": 2}, sinks=True).inputs()
+    args = dict(zip(attention.NAMES, x.op_args()))
+    args["sinks"] = args["sinks"].float()
+    target = SKELETONS["short"]
+    with count_traffic(target) as traffic:
+        attention.launch(**args)
+    with override(target):
+        (cost,) = attention.SPEC.costs(args)
+    (launch,) = traffic.launches
+    assert launch.kernel == "_short_kernel"
+    assert (cost.read_bytes, cost.written_bytes) == (launch.read_bytes, launch.written_bytes)
 
 
 def test_a_gradient_without_strides():
@@ -407,7 +449,7 @@ def test_explanations_name_the_kernels_and_what_would_change_them():
     q, k = rows(2, 2048, 8, 128), rows(2, 2048, 2, 128)
     choice = fusedblock.explain_attention(q, k, k, causal=True)
     assert choice.engine == "gluon" and "forward: Gluon kernels for Hopper: sm_90" in choice.why and "backward" not in choice.why
-    assert "forward: portable Triton kernels for fewer than 513 keys or a mask" in choice.changes
+    assert "forward: portable Triton kernels for fewer than 512 keys or a mask" in choice.changes
     leaves = [t.requires_grad_() for t in (q, k)]
     choice = fusedblock.explain_attention(*leaves, k, causal=True, seqused_k=ints(2048, 7).to("meta"))
     assert choice.engine == "gluon" and "backward: portable Triton kernels: seqused_k is given" in choice.why

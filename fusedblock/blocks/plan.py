@@ -122,13 +122,14 @@ def _attention(spec: BlockSpec, choice: Choice, masked: bool, kernels: int) -> L
     return Launch(choice.op, "attention", choice.engine, choice.why + kind, kernels=kernels, changes=choice.changes)
 
 
-def _skeleton(spec: BlockSpec, seq: int, context: int, dtype: torch.dtype, target: Target, masked: bool, backward: bool = False,
-              deterministic: bool = False) -> Skeleton:  # fmt: skip
+def _skeleton(spec: BlockSpec, seq: int, context: int, dtype: torch.dtype, target: Target, masked: bool, packed: bool,
+              backward: bool = False, deterministic: bool = False) -> Skeleton:  # fmt: skip
     """What runs attention where its rows suit TMA, as those of a layer do."""
     keys = context if spec.window_left < 0 else min(context, spec.window_left + 1 + max(spec.window_right, 0))
-    given = {"mask": masked, "deterministic": backward and deterministic}
+    given = {"mask": masked, "softcap": spec.softcap, "cu_seqlens_q": packed, "deterministic": backward and deterministic}
+    options = frozenset(name for name, value in given.items() if value)
     return skeleton(target=target, dtype=dtype, head_dim=spec.head_dim, v_dim=spec.head_dim, queries=seq, keys=keys,
-                    backward=backward, options=frozenset(name for name, value in given.items() if value))  # fmt: skip
+                    context=context, backward=backward, options=options)  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)
@@ -143,8 +144,10 @@ def plan(
     deterministic: gradients of equal bits are wanted. Pure: equal arguments give an equal plan.
     """
     symbolic = torch.compiler.is_compiling() or any(isinstance(n, torch.SymInt) for n in (batch, seq, context))
-    forward = None if symbolic else _skeleton(spec, seq, context, dtype, target, masked)
-    backward = _skeleton(spec, seq, context, dtype, target, masked, True, deterministic) if training and not symbolic else None
+    forward = None if symbolic else _skeleton(spec, seq, context, dtype, target, masked, packed)
+    backward = None
+    if training and not symbolic:
+        backward = _skeleton(spec, seq, context, dtype, target, masked, packed, True, deterministic)
     choice = choose(seq=seq, group=spec.heads // spec.kv_heads, target=target, dtype=dtype, training=training, packed=packed,
                     masked=masked, forward=forward, backward=backward)  # fmt: skip
     alone = _why_apart(spec, batch * seq, dtype, training, autocast, own, target)
