@@ -140,6 +140,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="five problems and fewer samples")
     parser.add_argument("--only", metavar="REGEX", default="", help="cases whose 'bench: case' matches")
     parser.add_argument("--budget", metavar="SECONDS", type=float, default=440.0, help="no new work after this (default: 440)")
+    parser.add_argument("--seconds", metavar="N", type=float, default=2.5, help="for the samples of one case (default: 2.5)")
     parser.add_argument("--dry", action="store_true", help="the whole flow on the CPU at tiny sizes; its times mean nothing")
 
 
@@ -153,7 +154,7 @@ def main(args: argparse.Namespace) -> int:
     stamp = rows.Stamp.now(str(device))
     settings = Settings(
         stamp, device,
-        seconds=2.0 if args.quick else 2.5, rounds=3 if args.dry else 15 if args.quick else 20,
+        seconds=args.seconds, rounds=3 if args.dry else 15 if args.quick else 20,
         deadline=started + args.budget, timer=CpuTimer if args.dry else default_timer,
         log=lambda line: print(line, file=sys.stderr, flush=True),
     )  # fmt: skip

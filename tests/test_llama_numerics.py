@@ -225,10 +225,13 @@ LARGE = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads":
          "num_hidden_layers": 1}  # fmt: skip
 
 
+GPU_CASES = [*((config, dtype) for config in (*CONFIGS, "large") for dtype in (torch.float32, torch.bfloat16)),
+             ("large", torch.float16)]  # fmt: skip
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("pad", (0, 5), ids=("whole", "padded"))
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
-@pytest.mark.parametrize("config", [*CONFIGS, "large"])
+@pytest.mark.parametrize("config, dtype", GPU_CASES, ids=str)
 def test_gpu_logits_and_gradients(config: str, dtype: torch.dtype, pad: int) -> None:
     with torch.device("cuda"):
         model = tiny(**(LARGE if config == "large" else CONFIGS[config]))
@@ -239,9 +242,8 @@ def test_gpu_logits_and_gradients(config: str, dtype: torch.dtype, pad: int) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("static", (False, True), ids=("dynamic", "static"))
-@pytest.mark.parametrize("config", [*CONFIGS, "large"])
+@pytest.mark.parametrize("config, dtype", GPU_CASES, ids=str)
 def test_gpu_decode(config: str, static: bool, dtype: torch.dtype) -> None:
     """A prefill and single tokens after it, with no gradients: the numerics rule for the logits of every step."""
     ids = prompt(seq=40)[0].cuda()
