@@ -224,7 +224,7 @@ AOT_CASES = [
 ]
 
 
-@pytest.mark.parametrize("case, spills", map(later, AOT_CASES), ids=str)
+@pytest.mark.parametrize("case, spills", [*map(later, AOT_CASES)], ids=str)
 def test_machine_code(case: Case, spills: int):
     case = replace(case, heads=32, kv_heads=8)
     cu = torch.empty(17, dtype=torch.int32, device="meta")

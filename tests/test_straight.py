@@ -185,7 +185,8 @@ def test_memory_put_under_a_parameter_is_seen(device: Device, change: Callable[[
     composite, (fixed, up, down) = _composite(), _fixed()
     for _ in range(2):
         composite.straight((_x(),), fixed)
-    old = up.data_ptr()
+    before = up.data  # kept, or something else may come to lie where it was
+    old = before.data_ptr()
     up.data = kept = change(up)
     if up.dtype is not torch.bfloat16:
         down.data = down.data.half()
