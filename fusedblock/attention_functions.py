@@ -140,8 +140,8 @@ def attention(
     Returns out `batch seq heads v_dim` (or `tokens heads v_dim`), with return_lse also the natural log-sum-exp
     `batch heads seq` (or `heads tokens`) in fp32, of sinks too, without gradient. A row that may attend to nothing gives 0 and
     lse -inf (the sink), and gradients 0. NaN in keys and values that are hidden from every query (padding, unused slots and
-    pages) does not spread. NaN in a key that some query attends may also reach queries from which it is hidden (causal, a
-    window, a mask): many are computed together, and 0 times NaN is NaN.
+    pages, with equal lengths and no dropout keys before every window) does not spread. NaN in a key that some query attends may
+    also reach queries from which it is hidden (causal, a window, a mask): many are computed together, and 0 times NaN is NaN.
 
     Raises TypeError, ShapeError or ValueError before any launch, naming the argument and both values, for what is no such
     thing, contradicts itself, or has no kernel (on this GPU). Values of tensors on a GPU are read only under
@@ -326,7 +326,21 @@ def _call(
     tables = 0 if block_table is None or block_table.dim() < 1 else block_table.shape[0]
     one_each = packed and block_table is not None and max_seqlen_q == 1 and tokens == tables
     most = tokens if max_seqlen_q is None else max_seqlen_q
-    return _Call(args, training, packed, one_each, most)
+    return _Call(_within_reach(args), training, packed, one_each, most)
+
+
+def _within_reach(args: dict[str, Any]) -> dict[str, Any]:
+    """The arguments without the keys before the first query's window, which no query sees: a block of keys may hold some of them
+    beside others that count, and 0 times NaN is NaN."""
+    apart = ("cu_seqlens_q", "seqused_k", "block_table", "block_map")
+    if args["left"] < 0 or args["dropout_p"] or shared.given(args, *apart):  # dropout goes by the number of a key
+        return args
+    context = args["k"].shape[1]
+    hidden = context - args["q"].shape[1] - args["left"]
+    by_key = {n: t for n in ("mask", "bias") if (t := args[n]) is not None and (t.dim() != 4 or t.shape[-1] != 1)}
+    if hidden <= 0 or args["v"].shape[1] != context or any(t.shape[-1] != context for t in by_key.values()):
+        return args  # the op raises where shapes do not fit
+    return {**args, "k": args["k"][:, hidden:], "v": args["v"][:, hidden:], **{n: t[..., hidden:] for n, t in by_key.items()}}
 
 
 def _window(name: str, causal: bool, window: Window) -> tuple[int, int]:

@@ -274,9 +274,11 @@ class Facts(NamedTuple):
 
 
 def adds(args: Args) -> bool:
-    """ADDED of the kernels: whether logits are made in natural units. In fp32 that is for their precision alone."""
+    """ADDED of the kernels: whether logits are made in natural units. In fp32 that is for their precision alone; the scales of a
+    head may be 0 or negative, which a maximum of unscaled logits would not bear."""
     mask = args.get("mask")
-    added = args["softcap"] > 0 or given(args, "bias", "alibi_slopes") or mask is not None and mask.dtype is not torch.bool
+    added = args["softcap"] > 0 or given(args, "bias", "alibi_slopes", "q_scale", "k_scale")
+    added = added or mask is not None and mask.dtype is not torch.bool
     return bool(added or args["q"].element_size() > 2)
 
 

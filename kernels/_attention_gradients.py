@@ -175,26 +175,21 @@ def _delta_kernel(
 def _kv_block(
     dk, dk2, dv, keys, cols, b, h, row, queries, geo, options, drop, scale,
     D: tl.constexpr, DP: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr,
-    RIGHT: tl.constexpr, ADDED: tl.constexpr, GUARD: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr, ACC: tl.constexpr,
+    RIGHT: tl.constexpr, ADDED: tl.constexpr, GUARD: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The sums plus the part of BM query rows of one head. PACKED: tokens of no sequence, even NaN, may follow the segment."""
+    """The sums plus the part of BM query rows of one head."""
     kt, kt2, vt = keys
     q, q2, grad_out, delta, shift, segment, first, seq, SEQ, HEADS, q_strides, g_strides = queries
     bh = b * HEADS + h
-    start = row
-    if PACKED and TMA:  # a tile that would pass the end ends there, on rows that other tiles have
-        start = tl.minimum(row, seq - BM)
-    rows = start + tl.arange(0, BM)
+    rows = row + tl.arange(0, BM)
     ok = rows < seq
-    if PACKED and TMA:
-        ok = ok & (rows >= row)
     at = bh.to(tl.int64) * SEQ + first
-    qt = load_rows(q, b, h, first + start, first + seq, q_strides, BM, D, DP, TMA, True)
-    gt = load_rows(grad_out, b, h, first + start, first + seq, g_strides, BM, DV, DVP, TMA, True)
+    qt = load_rows(q, b, h, first + row, first + seq, q_strides, BM, D, DP, TMA, True)
+    gt = load_rows(grad_out, b, h, first + row, first + seq, g_strides, BM, DV, DVP, TMA, True)
     qt2 = qt
     if D2:
-        qt2 = load_rows(q2, b, h, first + start, first + seq, q_strides, BM, D, D2, TMA, True, DP)
+        qt2 = load_rows(q2, b, h, first + row, first + seq, q_strides, BM, D, D2, TMA, True, DP)
     sh = tl.load(shift + at + rows, ok, other=float("inf"))
     de = tl.load(delta + at + rows, ok, other=0.0)
     s = product(kt, kt2, qt, qt2, D2, PRECISION, ACC)
@@ -277,8 +272,7 @@ def _kv_kernel(
             g = i // per
             row = (begin + i - g * per) * BM
             dk, dk2, dv = _kv_block(dk, dk2, dv, keys, cols, b, kvh * GROUP + g, row, queries, geo, options, drop, scale,
-                                    D, DP, D2, DV, DVP, BM, RIGHT, ADDED, GUARD, TMA, schedule is not None, ACC,
-                                    PRECISION)  # fmt: skip
+                                    D, DP, D2, DV, DVP, BM, RIGHT, ADDED, GUARD, TMA, ACC, PRECISION)  # fmt: skip
     else:
         for g in tl.range(0, GROUP, num_stages=1):
             h = kvh * GROUP + g
@@ -287,7 +281,7 @@ def _kv_kernel(
             for i in tl.range(0, tl.load(counts + at) * (128 // BM), num_stages=NS):
                 row = tl.load(blocks + i // (128 // BM)) * 128 + i % (128 // BM) * BM
                 dk, dk2, dv = _kv_block(dk, dk2, dv, keys, cols, b, h, row, queries, geo, options, drop, scale,
-                                        D, DP, D2, DV, DVP, BM, RIGHT, ADDED, GUARD, TMA, False, ACC, PRECISION)  # fmt: skip
+                                        D, DP, D2, DV, DVP, BM, RIGHT, ADDED, GUARD, TMA, ACC, PRECISION)  # fmt: skip
     if used is not None:  # keys past the context, perhaps NaN
         dk = no_nan(dk, cols < context)
         dv = no_nan(dv, cols < context)
@@ -388,7 +382,7 @@ def _q_kernel(
     de = tl.load(delta + at, rows < seq, other=0.0)
     tiles = (qt, qt2, gt, sh, de, bh, q_first)
     # Keys of a masked block that no row of the tile sees may hold NaN.
-    RAGGED: tl.constexpr = TMA and (schedule is not None or used is not None)
+    RAGGED: tl.constexpr = TMA and used is not None
     GUARD: tl.constexpr = RAGGED or RIGHT == 2 or left is not None or prefix is not None or lists is not None
     low, full_low, full_high, high = key_range(tile * BM, BM, geo, RIGHT)
     seen = (low, high)

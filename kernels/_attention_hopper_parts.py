@@ -161,7 +161,7 @@ def _prepare_kernel(
     bh = pid // TILES
     segment, first, left = _place(schedule, pid - bh * TILES, SEQ)
     i = tl.arange(0, 64)
-    rows = first + i
+    rows = first + i.to(tl.int64)  # packed tokens may be more than 32 bits of elements
     b = bh // HEADS
     h = bh - b * HEADS
     d = tl.arange(0, V)

@@ -59,7 +59,8 @@ class Skeleton:
 
     @property
     def otherwise(self) -> str:
-        return f"{_NAMES['portable' if self.hopper else 'hopper']} {self.changes}"
+        others = {"hopper": _NAMES["portable"], "portable": _NAMES["hopper"], "short": "other kernels"}
+        return f"{others[self.name]} {self.changes}"
 
     def __str__(self) -> str:
         return f"{_NAMES[self.name]}: {self.why}"

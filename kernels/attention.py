@@ -477,6 +477,8 @@ def launch(
 def _launch_hopper(args: Args, buffers: tuple[Tensor, ...], short: bool) -> None:
     q, k, v = (args[n] if tma_ready(args[n]) else args[n].contiguous() for n in "qkv")
     sinks, used = args["sinks"], args["seqused_k"]
+    if used is not None and (k is not args["k"] or v is not args["v"]):  # then their batch entries lie equally far apart
+        k, v = k.contiguous(), v.contiguous()
     given = q, k, v, None if sinks is None else sinks.contiguous(), args["left"], args["right"], args["scale"]
     if short:
         attention_hopper_short.launch(*given, buffers[0], buffers[1])

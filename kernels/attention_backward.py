@@ -299,12 +299,13 @@ def launch(
     batch, seq, heads, kv_heads, context = (sizes[axis] for axis in ("batch", "seq", "heads", "kv_heads", "k_len"))
     *tensors, out = shared.dense_rows(q, k, v, grad_out, out)
     target = target_of(q.device)
-    tma = shared.uses_tma(target, *tensors)
+    packed = cu_seqlens_q is not None
+    # TMA knows no end of a segment: what it would read of the next one, be it NaN, reaches every product.
+    tma = not packed and shared.uses_tma(target, *tensors)
     configs = dict(zip(("kv", "q"), _configs(sizes, args)))
     d = shared.dims(sizes["head_dim"], sizes["v_dim"])
     numerics, added = shared.numerics(args, target), shared.adds(args)
     strides = [stride for t in tensors for stride in shared.row_strides(t, tma)]
-    packed = cu_seqlens_q is not None
 
     def go(kernel: Any, which: str, results: tuple[Tensor, ...], schedule: Tensor | None, grid: int, counts: tuple[int, ...],
            **more: bool) -> None:  # fmt: skip

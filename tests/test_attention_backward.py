@@ -208,6 +208,19 @@ def test_nan_in_what_nothing_sees_does_not_spread(target):
 
 
 @pytest.mark.parametrize("target", PATHS)
+@pytest.mark.parametrize("name", ["q", "grad_out", "k", "v"])
+def test_nan_in_one_sequence_stays_there(name, target):
+    case = Case(layout="packed", lengths=((20, 20), (60, 60), (30, 30)), causal=True, head_dim=16, dtype=torch.bfloat16)
+    x = case.inputs()
+    t = {"q": x.q, "k": x.k, "v": x.v, "grad_out": x.grad}[name][None].clone()
+    t[:, 20:80] = math.nan
+    got, want = gradients(case, target, **{name: t}), gradients(case, target)
+    for n in ("grad_q", "grad_k", "grad_v"):
+        for part in (slice(0, 20), slice(80, None)):
+            assert torch.equal(got[n][part], want[n][part]), n
+
+
+@pytest.mark.parametrize("target", PATHS)
 @pytest.mark.parametrize("wrong", [(0, 30, 20, 60), (0, 10, 20, 999), (3, 10, 20, 60)])
 @pytest.mark.parametrize("which", ["cu_seqlens_q", "cu_seqlens_k"])
 def test_impossible_boundaries_give_nan(which, wrong, target):

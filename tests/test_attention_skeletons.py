@@ -246,6 +246,38 @@ def test_empty(empty: dict):
     check(Case(**{**TINY, **empty}), "hopper")
 
 
+def test_packed_tokens_beyond_32_bits():
+    """Rows 2**24 elements apart: row 128 begins where 32 bits end. The pages between are never touched."""
+    x = Case(**{**PACKED, "lengths": ((20, 20), (130, 130)), "heads": 1}, causal=True).inputs()
+    args = dict(zip(attention.NAMES, x.op_args()))
+    shape = x.grad[None].shape
+    far = torch.empty(shape[1] * 2**24, dtype=BF16).as_strided(shape, (shape[1] * 2**24, 2**24, 64, 1))
+    found = []
+    with interpret(HOPPER):
+        out, lse = attention.launch(**args)
+        for t in (x.grad[None], far.copy_(x.grad[None])):
+            found.append(attention_backward.launch(**backward_args(args, t, out, lse))[:3])
+    for a, b in zip(*found):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2, equal_nan=True)
+
+
+@pytest.mark.parametrize("crooked", ["k", "v", "q", "kv"])
+def test_rows_of_their_own_length_without_a_dense_last_axis(crooked: str):
+    """What TMA does not take is copied, which changes how far apart batch entries are."""
+    x = Case(**{**TINY, "seq": 20, "batch": 4}, seqused=True).inputs()
+    given = {}
+    for n, t in zip("qkv", (x.q, x.k, x.v)):
+        step = 1 + (n in crooked)
+        wide = torch.zeros(t.shape[0], 200, t.shape[2], 64 * step, dtype=BF16)
+        given[n] = wide[:, : t.shape[1], :, ::step].copy_(t)
+    if "q" not in crooked:
+        given["q"] = x.q
+    with torch.no_grad(), interpret(HOPPER):
+        got = fusedblock.attention(**given, **x.options)
+        want = fusedblock.attention(x.q, x.k, x.v, **x.options)
+    torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
+
+
 def test_impossible_boundaries():
     x = Case(**PACKED, causal=True).inputs()
     x.options["cu_seqlens_k"] = ints(0, 90, 80, 81, 121)
@@ -456,6 +488,8 @@ def test_explanations_name_the_kernels_and_what_would_change_them():
     assert "backward: Gluon kernels for Hopper without seqused_k" in choice.changes
     choice = fusedblock.explain_attention(*leaves, k, causal=True, deterministic=True)
     assert "backward: portable Triton kernels: deterministic" in choice.why
+    few = fusedblock.explain_attention(q, k[:, :200], k[:, :200], causal=True)
+    assert "forward: the Gluon kernel for short contexts on Hopper" in few.why and "other kernels for 257 keys" in few.changes
     choice = fusedblock.explain_attention(q, k, k, mask=rows(2, 2048, dtype=torch.bool))
     assert choice.engine == "triton" and "mask is given" in choice.why
     with override(TARGETS["sm_80"]):
