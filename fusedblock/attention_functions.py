@@ -148,8 +148,8 @@ def attention(
         seqused_k     int32 `batch` (or `sequences`): how many of the keys each sequence has; its other slots may hold NaN
         block_table   int32 `batch max_pages`: key j lies in page block_table[b, j // page_size]; takes seqused_k
     Which logits:
-        scale         head_dim**-0.5 unless given
-        softcap       softcap * tanh(logits / softcap); 0: none
+        scale         head_dim**-0.5 unless given; 2**-126 to 2**126
+        softcap       softcap * tanh(logits / softcap); 2**-126 to 2**100, or 0: none
         alibi_slopes  fp32 `heads`, or `batch heads` (packed: `sequences heads`): minus slope times the distance
                       (arXiv 2108.12409)
         bias          floating `1|batch 1|heads 1|seq 1|context`, added; has a gradient. It is a number, not a mask: beyond
