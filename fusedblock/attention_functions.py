@@ -51,10 +51,32 @@ def _as_called(name: str, **renamed: str) -> Callable[[Callable[P, T]], Callable
     return decorate
 
 
+def _float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # of a whole number or a fraction beyond 2**1024
+        return float("inf") if value > 0 else -float("inf")
+
+
 def _number(value: Any) -> float:
-    if not isinstance(value, numbers.Real):  # a tensor's would have to be waited for
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):  # a tensor's would have to be waited for
         raise TypeError
-    return float(value)
+    return _float(value)
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or isinstance(value, Tensor) and value.dtype is torch.bool:
+        raise TypeError
+    return operator.index(value)
+
+
+def _surely(condition: bool | torch.SymBool) -> bool:
+    """Whether it is known to hold: of a length that torch.compile has from a tensor, nothing is."""
+    if not torch.compiler.is_compiling():
+        return bool(condition)
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # here, since it imports sympy
+
+    return guard_or_false(condition)
 
 
 _NONE = type(None)
@@ -74,15 +96,15 @@ _FLASH_TYPES |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), _WHOLE)
 # What to call them, and what takes a value that is as good as one of them, or raises TypeError.
 _EXPECTED: dict[tuple[type, ...], tuple[str, Callable[[Any], Any] | None]] = {
     _TENSOR: ("a tensor", None), _MAYBE_TENSOR: ("a tensor or None", None), _SWITCH: ("True or False", None),
-    _PAIR: ("(left, right) or None", tuple), _WHOLE: ("a whole number", operator.index), _NUMBER: ("a number", _number),
-    _MAYBE_WHOLE: ("a whole number or None", operator.index), _MAYBE_NUMBER: ("a number or None", _number),
+    _PAIR: ("(left, right) or None", tuple), _WHOLE: ("a whole number", _whole), _NUMBER: ("a number", _number),
+    _MAYBE_WHOLE: ("a whole number or None", _whole), _MAYBE_NUMBER: ("a number or None", _number),
 }  # fmt: skip
 
 
 def _typed(name: str, given: dict[str, Any], types: dict[str, tuple[type, ...]] = _TYPES) -> dict[str, Any]:
     """The arguments, each of its type. Raises TypeError for those that are not."""
     for arg, value in given.items():
-        if not isinstance(value, types[arg]):
+        if not isinstance(value, types[arg]) or type(value) is bool and bool not in types[arg]:  # True is an int
             given[arg] = _converted(f"{name}: {arg}", value, *_EXPECTED[types[arg]])
     return given
 
@@ -126,8 +148,8 @@ def attention(
         seqused_k     int32 `batch` (or `sequences`): how many of the keys each sequence has; its other slots may hold NaN
         block_table   int32 `batch max_pages`: key j lies in page block_table[b, j // page_size]; takes seqused_k
     Which logits:
-        scale         head_dim**-0.5 unless given
-        softcap       softcap * tanh(logits / softcap); 0: none
+        scale         head_dim**-0.5 unless given; 2**-126 to 2**126
+        softcap       softcap * tanh(logits / softcap); 2**-126 to 2**100, or 0: none
         alibi_slopes  fp32 `heads`, or `batch heads` (packed: `sequences heads`): minus slope times the distance
                       (arXiv 2108.12409)
         bias          floating `1|batch 1|heads 1|seq 1|context`, added; has a gradient. It is a number, not a mask: beyond
@@ -229,16 +251,13 @@ def flash_attn_varlen_func(
 
 def _flash(name: str, given: dict[str, Any], probabilities: bool) -> Any:
     _typed(name, given, _FLASH_TYPES)
-    q, v = given["q"], given["v"]
+    v = given["v"]
     if given.get("block_table") is not None:
         ends = given.pop("cu_seqlens_k")
         if ends.dim() != 1:
             raise ShapeError(f"{name}: cu_seqlens_k has shape {tuple(ends.shape)}, expected (boundaries)")
         given["seqused_k"] = ends.diff()
-    if q.dim() and v.dim() and (q.shape[-1] % 8 or v.shape[-1] % 8):  # zeros change no logit
-        given |= {n: torch.nn.functional.pad(given[n], (0, -given[n].shape[-1] % 8)) for n in "qkv" if given[n].dim()}
-        given["scale"] = max(q.shape[-1], 1) ** -0.5 if given["scale"] is None else given["scale"]
-    call = _call(name, **given)
+    call = _call(name, **given, any_width=True)
     out, lse = _computed(call)
     out = out[..., : v.shape[-1]] if v.shape[-1] % 8 else out
     if not probabilities:
@@ -285,9 +304,12 @@ def _call(
     cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None, seqused_k: Tensor | None = None, q_scale: Tensor | None = None,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None, scale: float | None = None, dropout_p: float = 0.0,
-    deterministic: bool = False,
+    deterministic: bool = False, any_width: bool = False,
 ) -> _Call:  # fmt: skip
-    """The arguments of `attention` as the op takes them, checked where the op does not or would only after a launch."""
+    """The arguments of `attention` as the op takes them, checked where the op does not or would only after a launch.
+
+    any_width: pad rows of q, k and v to a multiple of 8, as flash-attn does; the result has v's columns and zeros.
+    """
     packed, paged = cu_seqlens_q is not None, block_table is not None
     layouts = ("packed" if packed else "batched", *("paged" if paged else "packed" if packed else "batched" for _ in "kv"))
     for n, (arg, t, layout) in enumerate(zip("qkv", (q, k, v), layouts)):
@@ -299,8 +321,9 @@ def _call(
     left, right = _window(name, causal, window)
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k, "block_table": block_table}
     shared.refuse_together(name, {"mask": mask, "bias": bias, "block_map": block_map, "prefix_lens": prefix_lens, **lengths})
-    if not 0 <= dropout_p < 1:
-        raise ValueError(f"{name}: dropout_p={dropout_p}, expected at least 0 and less than 1")
+    softcap, dropout_p = _float(softcap), _float(dropout_p)
+    scale = max(q.shape[-1], 1) ** -0.5 if scale is None else _float(scale)
+    shared.check_dropout(name, dropout_p)
     tokens = q.shape[0] if packed else q.shape[1]
     if packed:
         q = q[None]
@@ -311,20 +334,22 @@ def _call(
     if training:
         _refuse_gradients(name, q, v, {"block_table": block_table, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale},
                           {"mask": mask, "alibi_slopes": alibi_slopes})  # fmt: skip
+    if any_width:
+        q, k, v = _padded(name, q, k, v)
     args = {
         "q": q, "k": k, "v": v, "mask": normalise_mask(mask, q, k), "bias": bias, "sinks": sinks, "alibi_slopes": alibi_slopes,
         "block_map": block_map, "prefix_lens": prefix_lens, **lengths, "q_scale": q_scale, "k_scale": k_scale,
-        "v_scale": v_scale, "seed": None, "left": left, "right": right, "softcap": float(softcap),
-        "scale": max(q.shape[-1], 1) ** -0.5 if scale is None else float(scale), "dropout_p": float(dropout_p),
-        "deterministic": bool(deterministic) or default_deterministic(),
+        "v_scale": v_scale, "seed": None, "left": left, "right": right, "softcap": softcap, "scale": scale,
+        "dropout_p": dropout_p, "deterministic": bool(deterministic) or default_deterministic(),
     }  # fmt: skip
     for arg, most in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if most is not None and (most < 0 or not packed):
+        if most is not None and (not packed or _surely(most < 0)):
             raise ValueError(f"{name}: {arg}={most}, expected " + ("at least 0" if packed else "None where cu_seqlens_q is"))
     if packed and _values_are_checked(q):
         _check_longest(name, args, max_seqlen_q, max_seqlen_k)
     tables = 0 if block_table is None or block_table.dim() < 1 else block_table.shape[0]
-    one_each = packed and block_table is not None and max_seqlen_q == 1 and tokens == tables
+    one_each = packed and block_table is not None and max_seqlen_q is not None and tokens == tables
+    one_each = one_each and _surely(max_seqlen_q == 1)
     most = tokens if max_seqlen_q is None else max_seqlen_q
     return _Call(_within_reach(args), training, packed, one_each, most)
 
@@ -343,12 +368,20 @@ def _within_reach(args: dict[str, Any]) -> dict[str, Any]:
     return {**args, "k": args["k"][:, hidden:], "v": args["v"][:, hidden:], **{n: t[..., hidden:] for n, t in by_key.items()}}
 
 
+def _padded(name: str, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """Of a multiple of 8 columns each, once the callers' are checked; zeros change no logit."""
+    if q.shape[-1] != k.shape[-1]:
+        raise ShapeError(f"{name}: k has head_dim={k.shape[-1]}, but q has head_dim={q.shape[-1]}")
+    shared.check_widths(name, q, v, step=1)
+    return [torch.nn.functional.pad(t, (0, -t.shape[-1] % 8)) if t.shape[-1] % 8 else t for t in (q, k, v)]
+
+
 def _window(name: str, causal: bool, window: Window) -> tuple[int, int]:
     """(left, right) of the op, which causal bounds on the right."""
     if window is None:
         return -1, 0 if causal else -1
     try:
-        left, right = [-1 if n is None else operator.index(n) for n in window]
+        left, right = [-1 if n is None else _whole(n) for n in window]
     except (TypeError, ValueError):
         left = right = -2
     if left < -1 or right < -1:

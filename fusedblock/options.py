@@ -76,10 +76,13 @@ def options(
             time: one tile size whatever the number of rows, no split keys in decode, no norm inside a GEMM.
 
     A function compiled by torch.compile keeps the launches it was traced with: trace and call it under the same options.
-    The backward of an operator runs under the options of its forward.
+    The backward of an operator runs under the options of its forward. Raises TypeError for a value of another type.
     """
     given = {"debug": debug, "deterministic": deterministic, "batch_invariant": batch_invariant}
-    with under(replace(current(), **{name: bool(value) for name, value in given.items() if value is not None})) as chosen:
+    for name, value in given.items():
+        if value is not None and not isinstance(value, bool):  # "no" would be true
+            raise TypeError(f"options: {name} is {value!r:.60} ({type(value).__name__}), expected True, False or None")
+    with under(replace(current(), **{name: value for name, value in given.items() if value is not None})) as chosen:
         yield chosen
 
 

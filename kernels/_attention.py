@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +54,10 @@ _APART = (
 # An additive mask at or below this means "not attended": HF writes finfo.min.
 MASKED = -2.0e38
 UNBOUNDED = 2**30  # a window this wide bounds nothing, and the kernels count in 32 bits
+# The kernels have numbers in fp32. From 2**-126 on it holds them in full, and to 2**126 also times log2(e) and inverted.
+_LEAST, _MOST = 2.0**-126, 2.0**126
+_MOST_SOFTCAP = 2.0**100  # logits over more would underflow where they still count
+_ROUNDS_TO_1 = 1 - 2.0**-25
 
 
 def given(args: Args, *names: str) -> bool:
@@ -84,23 +87,39 @@ def check_target(name: str, q: Tensor, v_dim: int, backward: bool = False) -> No
         raise ValueError(f"{name}: {what}, but {target.name} (q is on {q.device}) has {target.smem_bytes // 1024}")
 
 
+def check_widths(name: str, q: Tensor, v: Tensor, step: int = 8) -> None:
+    """Raises ValueError for rows that no kernel takes, or none on the GPU of q. step: 1 where they will be padded."""
+    head_dim, v_dim = q.shape[-1], v.shape[-1]
+    narrow = "1 to 256" if step == 1 else f"a multiple of {step} from {step} to 256"
+    if (not step <= head_dim <= 256 or head_dim % step) and head_dim not in (512, 576):
+        raise ValueError(f"{name}: head_dim={head_dim} of q and k, expected {narrow}, 512 or 576")
+    if (not step <= v_dim <= 256 or v_dim % step) and v_dim != 512:
+        raise ValueError(f"{name}: v_dim={v_dim} of v, expected {narrow} or 512")
+    check_target(name, q, v_dim)
+
+
+def check_dropout(name: str, dropout_p: float) -> None:
+    if not 0 <= dropout_p < _ROUNDS_TO_1:
+        raise ValueError(f"{name}: dropout_p={dropout_p}, expected at least 0 and less than 1, also in fp32")
+
+
+def _check_scales(name: str, scale: float, softcap: float) -> None:
+    if not _LEAST <= scale <= _MOST:
+        raise ValueError(f"{name}: scale={scale}, expected a positive number from 2**-126 to 2**126, which fp32 holds")
+    if softcap != 0 and not _LEAST <= softcap <= _MOST_SOFTCAP:
+        raise ValueError(f"{name}: softcap={softcap}, expected 0 (none) or a number from 2**-126 to 2**100, which fp32 holds")
+    if softcap != 0 and scale > softcap * _MOST:
+        raise ValueError(f"{name}: scale={scale} is more than 2**126 times softcap={softcap}, and fp32 does not hold the ratio")
+
+
 def check(name: str, sizes: Sizes, args: Args) -> dict[str, int]:
     """Everything about attention arguments that their axes alone do not say."""
     heads, kv_heads = sizes["heads"], sizes["kv_heads"]
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"{name}: heads={heads} of q is not a multiple of kv_heads={kv_heads} of k and v")
-    head_dim, v_dim = sizes["head_dim"], sizes["v_dim"]
-    if (not 8 <= head_dim <= 256 or head_dim % 8) and head_dim not in (512, 576):
-        raise ValueError(f"{name}: head_dim={head_dim} of q and k, expected a multiple of 8 from 8 to 256, 512 or 576")
-    if (not 8 <= v_dim <= 256 or v_dim % 8) and v_dim != 512:
-        raise ValueError(f"{name}: v_dim={v_dim} of v, expected a multiple of 8 from 8 to 256 or 512")
-    check_target(name, args["q"], v_dim)
-    if not (args["scale"] > 0 and math.isfinite(args["scale"])):
-        raise ValueError(f"{name}: scale={args['scale']}, expected a positive finite number")
-    if not (args["softcap"] >= 0 and math.isfinite(args["softcap"])):
-        raise ValueError(f"{name}: softcap={args['softcap']}, expected 0 (none) or a positive finite number")
-    if not 0 <= args["dropout_p"] < 1:
-        raise ValueError(f"{name}: dropout_p={args['dropout_p']}, expected at least 0 and less than 1")
+    check_widths(name, args["q"], args["v"])
+    _check_scales(name, args["scale"], args["softcap"])
+    check_dropout(name, args["dropout_p"])
     if args["dropout_p"] and args["seed"] is None:
         raise ValueError(f"{name}: dropout_p={args['dropout_p']} needs a seed")
     mask = args["mask"]

@@ -226,7 +226,8 @@ def backward(op: str, sizes: Sizes, args: dict[str, Any], grads: dict[str, Tenso
         at = segment.batch, segment.rows
         grad, out = (rearrange(args[n][at].to(x.dtype), by_group, kv_heads=kv_heads) for n in ("grad_out", "out"))
         lse = _outer(args["lse"][segment.batch, :, segment.rows].to(x.dtype), 1, kv_heads)[..., None]
-        p = torch.exp(x - lse.masked_fill(lse == float("-inf"), float("inf")))
+        lse = lse.masked_fill(lse == float("-inf"), float("inf"))  # of rows that attend to nothing: all weights are 0
+        p = torch.exp(x - lse)
         delta = (out * grad).sum(-1, keepdim=True)
         dp = torch.matmul(grad, found.v.mT)
         dropped = p

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import aot
@@ -32,11 +35,14 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
     "a tensor or None": [([[True]], r"\[\[True\]\] \(list\)"), (0.5, r"0.5 \(float\)"), (True, r"True \(bool\)")],
     SWITCH: [(None, r"None \(NoneType\)"), ("yes", r"'yes' \(str\)"), (1, r"1 \(int\)"), (torch.tensor(True), OF_NO_AXES)],
     PAIR: [(3, r"3 \(int\)"), (2.5, r"2.5 \(float\)"), (torch.tensor(3), OF_NO_AXES)],
-    NUMBER: [(None, r"None \(NoneType\)"), ("0.5", r"'0.5' \(str\)"), (torch.tensor(0.5), OF_NO_AXES), (1j, r"1j \(complex\)")],
-    f"{NUMBER} or None": [("auto", r"'auto' \(str\)"), (torch.tensor(0.5), OF_NO_AXES), ([0.5], r"\[0.5\] \(list\)")],
+    NUMBER: [(None, r"None \(NoneType\)"), ("0.5", r"'0.5' \(str\)"), (torch.tensor(0.5), OF_NO_AXES), (1j, r"1j \(complex\)"),
+             (False, r"False \(bool\)"), (np.True_, r".*True_? \(bool_?\)")],
+    f"{NUMBER} or None": [("auto", r"'auto' \(str\)"), (torch.tensor(0.5), OF_NO_AXES), ([0.5], r"\[0.5\] \(list\)"),
+                          (True, r"True \(bool\)")],
     WHOLE: [(None, r"None \(NoneType\)")],
     f"{WHOLE} or None": [(12.0, r"12.0 \(float\)"), ("12", r"'12' \(str\)"), (torch.tensor(12.0), OF_NO_AXES),
-                         (torch.tensor([12, 12]), r"a tensor of shape \(2,\)")],
+                         (torch.tensor([12, 12]), r"a tensor of shape \(2,\)"), (True, r"True \(bool\)"),
+                         (torch.tensor(True), OF_NO_AXES)],
 }  # fmt: skip
 EXPECTED = {
     **dict.fromkeys("qkv", "a tensor"), **dict.fromkeys(TENSORS, "a tensor or None"), "causal": SWITCH, "window": PAIR,
@@ -79,7 +85,8 @@ def test_wrong_types(function, target):
 
 
 @pytest.mark.parametrize("function, arg", [(attention, "window"), (flash_attn_func, "window_size")])
-@pytest.mark.parametrize("window", [(4.0, 0), (4, 0, 0), (), ("a", "b"), [4], (4, -2), (None, 2.5), (torch.tensor(1.5), 0)])
+@pytest.mark.parametrize("window", [(4.0, 0), (4, 0, 0), (), ("a", "b"), [4], (4, -2), (None, 2.5), (torch.tensor(1.5), 0),
+                                    (True, False), (4, True), torch.tensor([True, False]), (np.True_, 0)])  # fmt: skip
 def test_wrong_windows(function, arg, window):
     with pytest.raises(ValueError, match=rf"^{function.__name__}: {arg}=.*, expected \(left, right\), each a whole number"):
         function(**{**right(function), arg: window})
@@ -101,6 +108,60 @@ def test_what_is_as_good_as_the_type():
     for name, values in alike.items():
         for value in values:
             assert torch.equal(attention(**{**given, name: value}), want), name
+
+
+# Of an argument and its values, what a message expects. They are checked as Python has them and used in fp32.
+RATIO = r"scale=1e\+20 is more than 2\*\*126 times softcap=1e-30"
+NOT_IN_FP32: list[tuple[str, float, str]] = [
+    *(("scale", n, "expected a positive number") for n in (1e39, 3e38, 1e-50, 1e-38, 0.0, -1e-50, -0.5)),
+    *(("scale", n, "expected a positive number") for n in (math.inf, math.nan, 10**400, Fraction(10**400))),
+    *(("softcap", n, r"expected 0 \(none\) or a number") for n in (1e39, 1e38, 1e-50, 1e-38, -1e-50, -2.0)),
+    *(("softcap", n, r"expected 0 \(none\) or a number") for n in (math.inf, math.nan, 10**400, -(10**5000))),
+    *(("dropout_p", n, "expected at least 0 and less than 1") for n in (1.0, 0.99999999, 1 - 2**-25, -1e-50, 10**5000, math.nan)),
+]  # fmt: skip
+
+
+def shown(value: float) -> str:
+    """As an error has it: a whole number that no float holds is infinite."""
+    try:
+        return str(float(value))
+    except OverflowError:
+        return "inf" if value > 0 else "-inf"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("seq", [1, 12])
+@pytest.mark.parametrize("target", ["cpu", "sm_90"])
+def test_numbers_that_fp32_does_not_hold(target, seq, dtype):
+    """For fp64 too, and where split keys or flash-attn's names are taken."""
+    x = Case(**TINY | {"seq": seq, "dtype": dtype}, forward=True).inputs()
+    with at_target(target):
+        for function in (attention, explain_attention, flash_attn_func):
+            name = "attention" if function is explain_attention else function.__name__
+            for arg, value, expected in NOT_IN_FP32:
+                arg = "softmax_scale" if function is flash_attn_func and arg == "scale" else arg
+                with pytest.raises(ValueError, match=f"^{name}: {arg}={re.escape(shown(value))}, {expected}"):
+                    function(x.q, x.k, x.v, **{arg: value})
+        with pytest.raises(ValueError, match=f"^attention: {RATIO}"):
+            attention(x.q, x.k, x.v, scale=1e20, softcap=1e-30)
+
+
+@pytest.mark.parametrize("target", ["cpu", "sm_90", "hopper"])
+@pytest.mark.parametrize("numbers", [
+    {"scale": 2.0**126}, {"scale": 2.0**-126}, {"softcap": 2.0**100}, {"softcap": 2.0**-126}, {"softcap": 1e-30, "scale": 1e6},
+    {"dropout_p": 1 - 2.0**-24}, {"dropout_p": 1e-50},
+], ids=str)  # fmt: skip
+def test_the_last_numbers_that_fp32_holds(numbers, target):
+    """Logits of 0 stay 0, where a number that overflowed would make them NaN: every key has the same weight."""
+    x = Case(40, 70, heads=2, kv_heads=1, batch=1, head_dim=64, dtype=torch.bfloat16, forward=True).inputs()
+    with at_target(target):
+        out, lse = attention(torch.zeros_like(x.q), x.k, x.v, **numbers, return_lse=True)
+    torch.testing.assert_close(lse, torch.full_like(lse, math.log(70)), rtol=1e-5, atol=0)
+    if numbers.get("dropout_p", 0) < 0.5:
+        mean = x.v.double().mean(1, keepdim=True).expand(-1, 40, 2, -1)
+        torch.testing.assert_close(out.double(), mean, rtol=0.01, atol=0.003)
+    else:
+        assert not out.any()
 
 
 # ---- shapes ------------------------------------------------------------------------------------------------------------------
@@ -131,7 +192,7 @@ def test_any_wrong_number_of_axes(function, case, target):
 def test_no_columns_and_nested_tensors():
     q = torch.zeros(1, 2, 2, 0)
     for function in (attention, flash_attn_func):
-        with pytest.raises(ValueError, match=f"^{function.__name__}: head_dim=0 of q and k, expected a multiple of 8"):
+        with pytest.raises(ValueError, match=f"^{function.__name__}: head_dim=0 of q and k, expected (a multiple of 8|1 to 256)"):
             function(q, q, q)
         nested = torch.nested.nested_tensor([torch.zeros(n, 2, 16) for n in (2, 3)], layout=torch.jagged)
         with pytest.raises(ValueError, match=f"^{function.__name__}: q is a nested tensor.*cu_seqlens_q"):
@@ -273,6 +334,42 @@ def test_compiled_with_lengths_of_the_graph(dynamic):
         for more in (0, 2):  # further tokens that no sequence has
             q, k, v = (torch.nn.functional.pad(given[n], (0, 0, 0, 0, 0, more)) for n in "qkv")
             assert torch.equal(compiled(q, k, v, bounds), function(q, k, v, bounds))
+
+
+@pytest.mark.parametrize("case", [PACKED, PAGED], ids=str)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_with_longest_lengths_from_tensors(dynamic, case):
+    """Which torch.compile does not know: those of a call, made in it, or waited for in it."""
+    given = right(flash_attn_varlen_func, case)
+    tensors = [given[n] for n in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "block_table")]
+
+    def run(q, k, v, cu_q, cu_k, table, longest):
+        made = cu_k.diff().max()
+        out = flash_attn_varlen_func(q, k, v, cu_q, cu_k, longest, made, block_table=table)
+        return out + flash_attn_varlen_func(q, k, v, cu_q, cu_k, longest.item(), int(made), block_table=table)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for longest in (torch.tensor(12, dtype=torch.int32), torch.tensor([12])):
+        torch.testing.assert_close(compiled(*tensors, longest), run(*tensors, longest), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_compiled_dropped_probabilities_of_any_length():
+    def run(q, k, v):
+        return flash_attn_func(q, k, v, 0.3, causal=True, return_attn_probs=True)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
+    for seq in (12, 17):
+        x = Case(**TINY | {"seq": seq}, forward=True).inputs()
+        found = []
+        for function in (compiled, run):
+            torch.manual_seed(5)
+            found.append(function(x.q, x.k, x.v))
+        for got, want in zip(*found):
+            torch.testing.assert_close(got, want)
+        assert (found[0][2] < 0).any()
 
 
 def test_compiled_errors_say_what_is_wrong():

@@ -240,6 +240,20 @@ def test_impossible_lengths_give_nan_in_their_sequence(wrong, target):
         assert t[1].isnan().all() and torch.equal(t[0], good[name][0]), name
 
 
+@pytest.mark.parametrize("target", ("cpu", *PATHS))
+def test_sinks_of_no_weight(target):
+    """A sink of -inf has the gradient 0, also of rows that attend to nothing, whose lse is -inf."""
+    x = Case(mask="bool", sinks=True).inputs()
+    sinks = x.options["sinks"].index_fill(0, torch.tensor([1]), -math.inf)
+    wide = x.with_(sinks=sinks).changed(lambda t: t.double() if t.is_floating_point() else t)
+    want = cases.with_gradients(cases.formula, wide)
+    assert want["grad_sinks"][1] == 0 and want["lse"][:, 1].isinf().any() and all(want["grad_sinks"][[0, 2, 3]] != 0)
+    got = gradients(x.case, target, out=want["out"].float(), lse=want["lse"].float(), sinks=sinks)
+    assert got["grad_sinks"][1] == 0
+    for name, t in got.items():
+        assert cases.error(t, want[name]) < 1e-5, name
+
+
 def test_dims_without_gradients():
     with pytest.raises(ValueError, match="head_dim=512 with v_dim=256"):
         gradients(Case(5, 9, head_dim=512, v_dim=512), "sm_90", v=torch.zeros(2, 9, 2, 256), out=torch.zeros(2, 5, 4, 256),

@@ -85,6 +85,40 @@ def test_head_dims_between_multiples_of_8(head_dim, packed):
         close(got[name], value)
 
 
+def of_dims(packed: bool, q: int, k: int, v: int, more: tuple[int, ...] = (2,)):
+    """A call of tensors of these columns."""
+    lead = (6,) if packed else (1, 6)
+    given = {n: torch.zeros(*lead, *more, d) for n, d in (("q", q), ("k", k), ("v", v))}
+    if not packed:
+        return flash_attn_func(**given)
+    cu = torch.tensor([0, 2, 6], dtype=torch.int32)
+    return flash_attn_varlen_func(**given, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=4, max_seqlen_k=4)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dims, message", [
+    ((60, 64, 64), "k has head_dim=64, but q has head_dim=60"), ((64, 60, 60), "k has head_dim=60, but q has head_dim=64"),
+    ((57, 63, 60), "k has head_dim=63, but q has head_dim=57"), ((64, 128, 64), "k has head_dim=128, but q has head_dim=64"),
+    ((257, 257, 257), "head_dim=257 of q and k, expected 1 to 256, 512 or 576"),
+    ((264, 264, 60), "head_dim=264 of q and k, expected 1 to 256"), ((511, 511, 8), "head_dim=511 of q and k, expected 1 to 256"),
+    ((60, 60, 257), "v_dim=257 of v, expected 1 to 256 or 512"), ((60, 60, 576), "v_dim=576 of v, expected 1 to 256 or 512"),
+    ((60, 60, 0), "v_dim=0 of v, expected 1 to 256"),
+], ids=str)  # fmt: skip
+def test_head_dims_are_named_as_they_were_given(dims, message, packed):
+    name = "flash_attn_varlen_func" if packed else "flash_attn_func"
+    with pytest.raises(ValueError, match=f"^{name}: {message}"):
+        of_dims(packed, *dims)
+    with pytest.raises(ValueError, match=rf"^{name}: q has shape \([16, ]*, 60\), expected "):
+        of_dims(packed, 60, 60, 60, more=())
+    assert of_dims(packed, 60, 60, 100).shape[-1] == 100
+
+
+def test_dims_without_gradients_are_named_as_they_were_given():
+    q, v = torch.zeros(1, 4, 2, 512, requires_grad=True), torch.zeros(1, 4, 2, 100)
+    with pytest.raises(ValueError, match="^flash_attn_func: head_dim=512 and v_dim=100 have no backward"):
+        flash_attn_func(q, q, v)
+
+
 def test_what_comes_back():
     x, y = Case(seq=3, context=5).inputs(), Case(layout="packed", lengths=((3, 5), (2, 2))).inputs()
     cu = y.options["cu_seqlens_q"], y.options["cu_seqlens_k"], 3, 5

@@ -74,6 +74,17 @@ def test_blocks_nest_and_end() -> None:
     assert current() == before
 
 
+@pytest.mark.parametrize("name", ["debug", "deterministic", "batch_invariant"])
+@pytest.mark.parametrize("value, shown", [("no", r"'no' \(str\)"), (1, r"1 \(int\)"), (0.0, r"0.0 \(float\)"),
+                                          (torch.tensor(True), r"tensor\(True\) \(Tensor\)")])  # fmt: skip
+def test_values_that_are_no_switch(name: str, value: object, shown: str) -> None:
+    before = current()
+    message = f"^options: {name} is {shown}, expected True, False or None$"
+    with pytest.raises(TypeError, match=message), options(**{name: value}):  # type: ignore[arg-type]
+        raise AssertionError("the block ran")
+    assert current() == before
+
+
 def test_a_block_holds_in_its_own_thread_only() -> None:
     seen = []
     before = current()
