@@ -45,3 +45,13 @@ def modes_as_before() -> Iterator[None]:
     yield
     with torch.device("meta"):
         assert torch.empty(0).is_meta, "torch's device contexts have no effect any more"
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The modules of the kernels that this thread launches, by name."""
+    from fusedblock.kernels import _launch
+
+    names: list[str] = []
+    monkeypatch.setattr(_launch.recording, "hook", lambda kernel, *rest: names.append(kernel.__module__.rsplit(".", 1)[1]))
+    return names
