@@ -64,8 +64,8 @@ def choose(*, seq: int, group: int, target: Target, dtype: torch.dtype = torch.b
     engine = "torch" if dtype is torch.float64 and target.backend == "cuda" else "triton"
     note = "; in float64 a GPU runs plain torch, for comparisons" if engine == "torch" else ""
     if why is None:
-        parts = f"{seq} queries a sequence: heads of a group packed, keys split over the GPU where the sequences do not fill it "
-        parts += "(a second launch joins the parts)"
+        parts = f"{seq} {'query' if seq == 1 else 'queries'} a sequence: heads of a group packed, keys split over the GPU where "
+        parts += "the sequences do not fill it (a second launch joins the parts)"
         changes = f"gradients, batch_invariant, or more than {DECODE_ROWS} queries times heads of a group: tiles of queries"
         return Choice("decode_attention", engine, parts + note, changes)
     parts = "tiles of queries, the logits never leave the SM" + (", mask read by tile" if masked else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import subprocess
 import sys
@@ -155,6 +156,16 @@ def test_measure_refuses(arguments, message, tmp_path, monkeypatch):
     assert message in result.stderr and "Traceback" not in result.output
 
 
+def test_a_picture_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
+    there = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else there(name))
+    monkeypatch.setattr(fusedblock, "measure", lambda *args, **kwargs: pytest.fail("measured"))
+    result = run("measure", "smollm2-135m", "--layer", "--png", tmp_path / "r.png")
+    assert result.exit_code == 2 and result.stdout == ""
+    assert "--png needs matplotlib: pip install 'fusedblock[demo]'" in result.stderr
+    assert "needs matplotlib: pip install 'fusedblock[demo]'" in " ".join(run("measure", "--help").output.split())
+
+
 @pytest.mark.parametrize("device", ["nope", "meta", "cuda:99"])
 def test_verify_refuses_a_device(device, tmp_path):
     result = run("verify", tmp_path, "--device", device)
@@ -196,7 +207,8 @@ def test_a_user_asks_what_a_workload_launches(phase, target):
     shape = {"prefill": "prefill, 3 x 777", "decode": "decode, 3 x 1 over 777", "train": "training, 3 x 777"}[phase]
     cache = "; the cache's own update is not counted" if phase == "decode" else ""
     assert lines[-len(expected) - 1] == f"{shape}, bfloat16: {plan.kernels} launches a layer's forward on {target}{cache}"
-    assert lines[:3] == ["32 of 32 layers fused", "", "LlamaDecoderLayer 0-31"]
+    assert lines[0] == "llama-3.1-8b (LlamaForCausalLM, a preset: sizes only): 32 of 32 layers fused"
+    assert lines[1].startswith("as under attn_implementation='fusedblock'; ") and lines[2:4] == ["", "LlamaDecoderLayer 0-31"]
 
 
 def test_explain_of_a_directory_shows_all_phases(checkpoint):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Gemma2Config, GPT2Config, LlamaConfig, LlamaForCausalLM, MistralConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import fusedblock
@@ -216,10 +216,38 @@ def test_model_is_left_as_it_was_by_a_failure(model: LlamaForCausalLM, step: str
 def test_a_layer_that_falls_back_says_so(model: LlamaForCausalLM) -> None:
     model.model.layers[0].self_attn.q_proj = type("Custom", (nn.Linear,), {})(64, 64, bias=False)
     report = measure(model.model.layers[0], batch=1, seq=8, baseline="sdpa")
-    # The layer's own code runs; only its attention is ours, since "after" is measured under attn_implementation="fusedblock".
-    changed = {a.name for a, b in zip(report.after.rows, report.before.rows, strict=True) if a != b}
-    assert changed == {"fusedblock.decode_attention"}
-    assert any("not fused" in note and "q_proj" in note for note in report.notes)
+    assert report.after.rows == report.before.rows and report.after.label == "transformers, sdpa attention: nothing is fused"
+    assert any("not fused, after is as before" in note and "q_proj" in note for note in report.notes)
+    both = measure(model, batch=1, seq=8, baseline="sdpa").after  # the other two layers are fused
+    assert both.label == "fused" and {"mm", "fusedblock.gated_mlp"} <= {row.name for row in both.rows}
+
+
+def test_training_with_dropout_has_no_gain_and_names_the_rates() -> None:
+    """The original forward runs: ours as its attention would be no gain of fuse."""
+    config = GPT2Config(n_layer=1, n_embd=64, n_head=4, attn_pdrop=0.25)  # the other rates are 0.1
+    rates = "attn.attn_dropout=0.25, attn.resid_dropout=0.1, mlp.dropout=0.1 in training; set to 0, it fuses"
+    trained = measure(config, batch=1, seq=32, phase="train")
+    assert trained.after.rows == trained.before.rows and f"not fused, after is as before: {rates}" in trained.notes
+    prefill = measure(config, batch=1, seq=32)
+    assert prefill.after.total().launches < prefill.before.total().launches and prefill.after.label == "fused"
+    config.attn_pdrop = config.resid_pdrop = 0.0
+    trained = measure(config, batch=1, seq=32, phase="train")
+    assert trained.after.total().launches < trained.before.total().launches
+    assert not any("not fused" in note for note in trained.notes)
+
+
+def test_a_note_says_under_which_attention_after_is_called_where_that_matters() -> None:
+    said = "after: called as under attn_implementation='fusedblock', which needs no mask in memory without padding; set it, fuse"
+    windowed, capped = MistralConfig(**SMALL, sliding_window=6), Gemma2Config(**SMALL, head_dim=16)
+    for subject, work, baseline, noted in (
+        (windowed, {"seq": 16}, "sdpa", True), (windowed, {"seq": 5}, "sdpa", False), (windowed, {"seq": 5}, "eager", True),
+        (LlamaConfig(**SMALL), {"seq": 16}, "sdpa", False), (LlamaConfig(**SMALL), {"seq": 4, "context": 16}, "sdpa", True),
+        (capped, {"seq": 16}, "eager", True),
+    ):  # fmt: skip
+        notes = measure(subject, batch=1, **work, baseline=baseline).notes
+        assert any(note.startswith(said) for note in notes) == noted, (subject.model_type, work, baseline)
+        fallen = any("under 'sdpa' calls fall back, for its softcap" in note for note in notes)
+        assert fallen == (subject is capped)
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,8 @@ def test_launches_of_prefill_and_training():
 def test_decode_attends_with_keys_split():
     for seq, context in ((1, 4096), (4, 100)):
         assert ops_of(of(batch=2, seq=seq, context=context)) == [*FUSED[:2], "decode_attention", *FUSED[3:]]
+        why = next(launch.why for launch in of(seq=seq, context=context).launches if launch.op == "decode_attention")
+        assert why.startswith("1 query a sequence: " if seq == 1 else f"{seq} queries a sequence: ")
     assert of(seq=1, context=64).decode
     assert not of(seq=1, context=64, training=True).decode
     assert not of(seq=17, context=64).decode

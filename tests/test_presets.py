@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from test_cli import run
 
 import fusedblock
@@ -47,3 +48,31 @@ def test_an_encoder_by_name_is_measured_and_has_no_decode(tmp_path):
     result = run("measure", "minilm-l6", "--phase", "decode", "--device", "cpu")
     assert result.exit_code == 2 and "BertLayer attends both ways" in result.stderr
     assert "12 of 12 layers fused" in run("explain", "vit-base", "--context", 197).output
+
+
+def test_the_commands_say_which_model_they_took():
+    """Also the one that nobody named."""
+    for command, rest in (("explain", []), ("measure", ["--layer", "--seq", 8, "--device", "cpu"])):
+        assert "[default: llama-3.1-8b]" in " ".join(run(command, "--help").output.split())
+        assert run(command, *rest).output.startswith("llama-3.1-8b (")
+    assert run("measure", "vit-base", *rest).output.startswith("vit-base (one layer of vit, a preset: sizes only)\n")
+
+
+def test_explain_of_a_preset_is_as_under_our_attention_and_says_for_which_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    output = run("explain", "gemma-2-9b", "--phase", "prefill", "--context", 8192).output
+    assert "\nas under attn_implementation='fusedblock'; fusedblock.explain(model) follows that of a loaded model\n" in output
+    assert output.count("softcap 50, keys up to 4095 before: the rest is not read") == 1 and "original forward" not in output
+    assert "\nno GPU here: as for sm_90\n" in output
+    assert "no GPU" not in run("explain", "llama-3.2-1b", "--target", "sm_80", "--phase", "decode").output
+
+
+def test_measure_of_a_preset_with_a_softcap_takes_eager_and_says_so(tmp_path):
+    arguments = ["measure", "gemma-2-9b", "--layer", "--seq", 8, "--device", "cpu"]
+    result = run(*arguments, "--json", tmp_path / "r.json")
+    assert result.exit_code == 0 and json.loads((tmp_path / "r.json").read_text())["baseline"] == "eager"
+    assert "--baseline eager: sdpa has no softcap, Gemma2DecoderLayer has softcap=50.0" in result.output
+    refused = run(*arguments, "--baseline", "sdpa")
+    assert refused.exit_code == 2 and "--baseline sdpa has no softcap" in refused.stderr
+    assert refused.stderr.rstrip().endswith("use --baseline eager")
+    assert "--baseline" not in run("measure", "llama-3.2-1b", *arguments[2:]).output

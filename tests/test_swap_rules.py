@@ -361,7 +361,10 @@ AttentionInterface.register("twice", twice)
         (lambda m: m.double(), "hidden_states is torch.float64"),
         (lambda m: m.model.layers[0].to(torch.bfloat16), "hidden_states is torch.float32"),
         (lambda m: setattr(m.model.layers[0].self_attn, "is_causal", False), None),
-        (lambda m: m.set_attn_implementation("twice"), "attention implementation 'twice'"),
+        (
+            lambda m: m.set_attn_implementation("twice"),
+            "attention implementation 'twice'; use attn_implementation='fusedblock', 'sdpa' or 'eager'",
+        ),
     ],
 )
 def test_rule_3_changed_model(change: Callable[[LlamaForCausalLM], Any], reason: str | None) -> None:

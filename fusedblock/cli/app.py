@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,7 +33,7 @@ class DType(str, enum.Enum):
     fp16 = "fp16"
 
 
-MODEL = typer.Argument(help=f"A checkpoint's directory, or a preset (sizes only): {', '.join(PRESETS)}.", show_default=False)
+MODEL = typer.Argument(help=f"A checkpoint's directory, or a preset (sizes only): {', '.join(PRESETS)}.")
 FOLDER = typer.Argument(help="The directory of a Hugging Face checkpoint.", show_default=False)
 
 
@@ -42,12 +43,12 @@ def console() -> Console:
     return made if made.is_terminal else Console(width=160)
 
 
-def _needs(*modules: str, extra: str) -> None:
+def _needs(*modules: str, extra: str, what: str = "this command") -> None:
     from importlib.util import find_spec
 
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
-        typer.echo(f"fusedblock: this command needs {' and '.join(missing)}: pip install 'fusedblock[{extra}]'", err=True)
+        typer.echo(f"fusedblock: {what} needs {' and '.join(missing)}: pip install 'fusedblock[{extra}]'", err=True)
         raise typer.Exit(2)
 
 
@@ -88,19 +89,26 @@ def measure(
     seq: Annotated[int | None, typer.Option(min=1, help="Tokens of each in one call.  [default: 4096; decode: 1]")] = None,
     phase: Annotated[Phase, typer.Option(help="What the layers do.")] = Phase.prefill,
     context: Annotated[int | None, typer.Option(min=1, help="Keys to attend to.  [default: --seq; decode: 4096]")] = None,
-    baseline: Annotated[Baseline, typer.Option(help="Hugging Face's attention before the swap.")] = Baseline.sdpa,
+    baseline: Annotated[
+        Baseline | None, typer.Option(help="Hugging Face's attention before the swap.  [default: sdpa; with a softcap: eager]")
+    ] = None,
     layer: Annotated[bool, typer.Option("--layer", help="One layer instead of the whole model.")] = False,
     dtype: Annotated[DType | None, typer.Option(help="Of weights and activations.  [default: the checkpoint's]")] = None,
     device: Annotated[str | None, typer.Option(help="Where to time: cuda, cuda:1; cpu only counts.  [default: a GPU]")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
-    png: Annotated[Path | None, typer.Option(help="Draw the report here.")] = None,
+    png: Annotated[
+        Path | None, typer.Option(help="Draw the report here; needs matplotlib: pip install 'fusedblock[demo]'.")
+    ] = None,
 ) -> None:
     """Launches, memory traffic and time of a model, before and after.
 
     Needs no weights; times need a GPU.
     """
     _needs("transformers", extra="hf")
+    if png is not None:
+        _needs("matplotlib", extra="demo", what="--png")
     import fusedblock
+    from fusedblock.metering.compare import default_baseline
 
     from . import presets
     from .compare import DTYPES
@@ -114,11 +122,13 @@ def measure(
         if chosen is not None:
             config.dtype = chosen
         subject: Any = config if layer else presets.on_meta(config, chosen)
-        report = fusedblock.measure(subject, batch=batch, seq=seq, phase=phase.value, context=context, baseline=baseline.value,
+        before, why = (baseline.value, "") if baseline else default_baseline(subject)
+        report = fusedblock.measure(subject, batch=batch, seq=seq, phase=phase.value, context=context, baseline=before,
                                     device=device)  # fmt: skip
     except (ValueError, RuntimeError, TypeError, OverflowError) as error:
-        raise _refuse(error) from error
-    console().print(str(report), markup=False, highlight=False, soft_wrap=True)
+        raise _refuse(ValueError(re.sub(r"\bbaseline='(\w+)'", r"--baseline \1", str(error)))) from error
+    head = [presets.title(model, subject), *([f"--baseline {before}: {why}"] if why else []), ""]
+    console().print("\n".join([*head, str(report)]), markup=False, highlight=False, soft_wrap=True)
     try:
         if json is not None:
             report.to_json(json)

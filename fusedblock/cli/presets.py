@@ -27,6 +27,12 @@ def config_of(model: str) -> Any:
     return read_config(folder)
 
 
+def title(model: str, subject: Any) -> str:
+    """What a command works on, for its first line. subject: the module or config made of `model`."""
+    kind = f"one layer of {subject.model_type}" if hasattr(subject, "model_type") else type(subject).__name__
+    return f"{model} ({kind}, {'a preset: sizes only' if model in PRESETS else 'by its config.json'})"
+
+
 def read_config(folder: Path) -> Any:
     """The config of a checkpoint's directory. Raises ValueError naming the file: its values are the user's."""
     from transformers import AutoConfig

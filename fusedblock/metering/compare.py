@@ -13,6 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusedblock.kernels._spec import Cost
 from fusedblock.kernels._target import override, target_of
+from fusedblock.models.adapter import OURS
+from fusedblock.models.report import FusionReport
 from fusedblock.models.swap import fuse, unfuse
 
 from . import device as machine
@@ -21,7 +23,6 @@ from .counter import Totals, TrafficCounter
 from .report import OpRow, Report, Side
 from .workload import (
     BASELINES,
-    OURS,
     LayerCall,
     OutsideCall,
     Workload,
@@ -34,6 +35,7 @@ from .workload import (
     outside_parts,
     require_cache,
     require_softcap,
+    softcap_of,
     without_memory,
     workload,
 )
@@ -59,7 +61,7 @@ def measure(
         DynamicCache. "train": forward and backward.
     context: keys that a token may attend to, itself included; decode needs it, prefill and train have seq.
     baseline: the attention of the layer before: "eager" or "sdpa". After, the layer is called as under
-        "fusedblock".
+        "fusedblock"; a layer whose calls would fall back has the same numbers after as before, and a note says why.
     device: where to time; a CPU only counts, for the kernels that an H200 would run. None: where the model's weights are; for
         a config or a model on meta the GPU if there is one.
 
@@ -68,12 +70,7 @@ def measure(
     work = workload(phase, batch, seq, context)
     if baseline not in BASELINES:
         raise ValueError(f"measure: baseline={baseline!r}, expected one of {', '.join(BASELINES)}")
-    if isinstance(model, nn.Module):
-        subject, source = type(model).__name__, model
-    elif hasattr(model, "model_type") and hasattr(model, "num_hidden_layers"):
-        subject, source = f"one layer of {model.model_type}", layer_of_config(model)
-    else:
-        raise ValueError(f"measure: model is a {type(model).__name__}, expected a torch.nn.Module or a transformers config")
+    subject, source = _source(model)
     layers = decoder_layers(source)
     require_cache(work, layers)
     require_softcap(baseline, layers)
@@ -83,24 +80,24 @@ def measure(
     notes = ["bytes are compulsory: each launch reads its distinct inputs once and writes its results once"]
     if len(layers) > 1:
         notes.append(f"{len(groups(layers))} of {len(layers)} layers measured, the numbers multiplied")
-    if baseline == "eager":
-        notes.append("after: called as under attn_implementation='fusedblock', which needs no mask in memory without padding")
     if beyond := beyond_positions(work, model):
         notes.append(beyond)
     rows: tuple[dict[str, Totals], dict[str, Totals]] = ({}, {})
-    floors, samples = [0.0, 0.0], []
+    floors, samples, fused = [0.0, 0.0], [], False
     ceilings = machine.ceilings(where) if where.type == "cuda" else None
     with _Progress() as progress:
         for layer, count in groups(layers):
             progress("counting")
-            for side, launches in enumerate(_count_layer(layer, work, baseline, where, notes)):
+            *counted, attention = _count_layer(layer, work, baseline, where, notes)
+            fused |= attention == OURS
+            for side, launches in enumerate(counted):
                 _add(rows[side], launches, count)
                 if ceilings:
                     floors[side] += count * sum(_floor(ceilings, c) for c in launches)
             if ceilings:
                 progress(f"timing on {torch.cuda.get_device_name(where)}")
                 try:
-                    samples.append((count, _time_layer(layer, work, baseline, where)))
+                    samples.append((count, _time_layer(layer, work, baseline, attention, where)))
                 except torch.OutOfMemoryError:
                     notes.append("no times: a layer with its inputs does not fit into the memory of the GPU")
                     ceilings, samples = None, []
@@ -113,7 +110,8 @@ def measure(
             notes.append("times are of queued calls, which a CUDA graph did not replay: gaps between launches count")
         if dtype not in (torch.bfloat16, torch.float16):
             notes.append("the ceiling of matrix products is that of bf16")
-    labels = (f"transformers, {baseline} attention", "fused")
+    plain = f"transformers, {baseline} attention"
+    labels = (plain, "fused" if fused else f"{plain}: nothing is fused")
     before, after = (
         Side(labels[i], (*_rows(rows[i], "layers"), *_rows(outside, "outside")), timings[i], floors[i] if ceilings else None)
         for i in (0, 1)
@@ -137,6 +135,21 @@ def measure(
     )
 
 
+def default_baseline(model: Any) -> tuple[str, str]:
+    """("sdpa", "") for what measure takes; or "eager" where sdpa lacks something of it, and what."""
+    has = softcap_of(decoder_layers(_source(model)[1]))
+    return ("eager", f"sdpa has no softcap, {has}") if has else ("sdpa", "")
+
+
+def _source(model: Any) -> tuple[str, nn.Module]:
+    """(What is measured, in words; the module). Raises ValueError for what is neither a module nor a config."""
+    if isinstance(model, nn.Module):
+        return type(model).__name__, model
+    if hasattr(model, "model_type") and hasattr(model, "num_hidden_layers"):
+        return f"one layer of {model.model_type}", layer_of_config(model)
+    raise ValueError(f"measure: model is a {type(model).__name__}, expected a torch.nn.Module or a transformers config")
+
+
 def _device(layer: nn.Module, device: torch.device | str | None) -> torch.device:
     held = next(layer.parameters()).device
     if device is None:
@@ -151,23 +164,36 @@ def _device(layer: nn.Module, device: torch.device | str | None) -> torch.device
     return device
 
 
-def _count_layer(layer: nn.Module, work: Workload, baseline: str, where: torch.device, notes: list[str]) -> list[list[Cost]]:
-    """The launches of one call, before and after."""
-    found = []
-    for fused in (False, True):
+def _count_layer(
+    layer: nn.Module, work: Workload, baseline: str, where: torch.device, notes: list[str]
+) -> tuple[list[Cost], list[Cost], str]:
+    """The launches of one call, before and after, and the attention after: ours, or the baseline where the layer falls back."""
+
+    def count(attention: str) -> tuple[list[Cost], LayerCall, FusionReport | None]:
         with FakeTensorMode(), override(target_of(where)):
             made = copy_module(layer, without_memory)
             _trainable(made, work)
             unfuse(made)
-            swapped = fuse(made) if fused else None
-            call = LayerCall(made, work, OURS if fused else baseline, _CPU)
+            swapped = fuse(made) if attention == OURS else None
+            call = LayerCall(made, work, attention, _CPU)
             with TrafficCounter() as counter:
                 call()
-        if swapped is not None:
-            reasons = {r.reason for r in swapped.layers if r.reason} | set(swapped.fallbacks)
-            notes += [f"not fused: {reason}" for reason in sorted(reasons)]
-        found.append(counter.launches)
-    return found
+        return counter.launches, call, swapped
+
+    before, plain, _ = count(baseline)
+    after, _, swapped = count(OURS)
+    assert swapped is not None
+    reasons = {r.reason for r in swapped.layers if r.reason} | set(swapped.fallbacks)
+    if work.training and (rates := {r.dropout for r in swapped.layers if r.dropout}):  # all of them, not the first one met
+        reasons = {r.reason for r in swapped.layers if r.reason} | {f"{rate} in training; set to 0, it fuses" for rate in rates}
+    if reasons:  # our attention in the original forward would be no gain of fuse
+        notes += [f"not fused, after is as before: {reason}" for reason in sorted(reasons)]
+        return before, before, baseline
+    if plain.arguments.get("attention_mask") is not None:
+        note = "after: called as under attn_implementation='fusedblock', which needs no mask in memory without padding"
+        falls = "; under 'sdpa' calls fall back, for its softcap" if softcap_of([layer]) else ""
+        notes.append(f"{note}; set it, fuse alone does not{falls}")
+    return before, after, OURS
 
 
 def _count_outside(model: nn.Module, work: Workload) -> dict[str, Totals]:
@@ -191,8 +217,11 @@ def _trainable(module: nn.Module, work: Workload) -> None:
         module.requires_grad_(True)
 
 
-def _time_layer(layer: nn.Module, work: Workload, baseline: str, device: torch.device) -> list[timing.Timing]:
-    """Before and after, in turns, over as many sets of weights and inputs as it takes to leave the L2 cache."""
+def _time_layer(layer: nn.Module, work: Workload, baseline: str, attention: str, device: torch.device) -> list[timing.Timing]:
+    """Before and after, in turns, over as many sets of weights and inputs as it takes to leave the L2 cache.
+
+    attention: after; fused layers have ours.
+    """
     with torch.cuda.device(device), torch.random.fork_rng([device.index]):
         calls: dict[str, list[LayerCall]] = {"before": [], "after": []}
         sets = 1
@@ -202,9 +231,10 @@ def _time_layer(layer: nn.Module, work: Workload, baseline: str, device: torch.d
             _trainable(weights, work)
             unfuse(weights)
             fused = copy_module(weights, on(device))
-            fuse(fused)
+            if attention == OURS:
+                fuse(fused)
             calls["before"].append(LayerCall(weights, work, baseline, device))
-            calls["after"].append(LayerCall(fused, work, OURS, device))
+            calls["after"].append(LayerCall(fused, work, attention, device))
             sets = timing.input_sets(calls["before"][0].bytes(), target_of(device).l2_bytes)
         times = timing.interleave(calls, timer=timing.CudaTimer())
         return [times["before"], times["after"]]

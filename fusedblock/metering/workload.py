@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from fusedblock.models.adapter import OURS, cache_names, signature_names
+from fusedblock.models.adapter import cache_names, mask_comes, signature_names
 from fusedblock.models.explanation import require_cache as _require_cache
 from fusedblock.models.table import SPECS, LayerSpec, known_class, supported, waiting, waiting_family
 
@@ -68,13 +68,19 @@ def require_cache(work: Workload, layers: Iterable[nn.Module]) -> None:
         _require_cache("measure", work.phase, work.seq, work.context, layer, _attention(layer))
 
 
-def require_softcap(baseline: str, layers: Iterable[nn.Module]) -> None:
-    """Raises ValueError if the attention before lacks the softcap of a layer: transformers refuses it, or drops it silently."""
+def softcap_of(layers: Iterable[nn.Module]) -> str:
+    """A layer with a softcap, which sdpa lacks: transformers refuses it there, or drops it silently. Or ""."""
     for layer in layers:
         path = _spec(layer).softcap
-        if baseline == "sdpa" and path and (softcap := attrgetter(path)(layer)):
-            name = type(layer).__name__
-            raise ValueError(f"measure: baseline='sdpa' has no softcap, {name} has softcap={softcap}; use baseline='eager'")
+        if path and (softcap := attrgetter(path)(layer)):
+            return f"{type(layer).__name__} has softcap={softcap}"
+    return ""
+
+
+def require_softcap(baseline: str, layers: Iterable[nn.Module]) -> None:
+    """Raises ValueError if the attention before lacks the softcap of a layer."""
+    if baseline == "sdpa" and (has := softcap_of(layers)):
+        raise ValueError(f"measure: baseline='sdpa' has no softcap, {has}; use baseline='eager'")
 
 
 def _spec(layer: nn.Module) -> LayerSpec:
@@ -256,13 +262,10 @@ class LayerCall:
         return cache
 
     def _mask(self, attention: str) -> Tensor | None:
-        """As transformers makes it without padding: eager always gets an additive mask if it is causal; sdpa a bool one only if
-        its causal flag cannot say it; ours none."""
+        """As transformers makes it without padding, where it makes one: additive for eager, bool for sdpa."""
         work, window, causal = self.work, _window(self.attention), self.attention.is_causal
-        if attention == OURS or (not causal and (window is None or work.seq < window - 1)):
-            return None
         keys = work.seq + (0 if self.cache is None else self.filled["keys"].shape[2])
-        if causal and attention == "sdpa" and (work.seq in (1, keys)) and (window is None or keys < window):
+        if not mask_comes(attention, causal, window, work.seq, keys):
             return None
         query = torch.arange(work.cached, work.context, device=self.device)[:, None]
         key = torch.arange(work.context - keys, work.context, device=self.device)

@@ -96,12 +96,10 @@ def prepare(
     if reason:
         return reason
 
+    if reason := attention_refusal(binding):
+        return reason
     attention = binding.attention
     implementation = attention.config._attn_implementation
-    if implementation not in IMPLEMENTATIONS:
-        return f"attention implementation {implementation!r}"
-    if implementation == "sdpa" and binding.spec.softcap:
-        return f"sdpa attention has no softcap ({binding.spec.softcap:g}); use attn_implementation='eager' or '{OURS}'"
     seq = x.shape[1]
     causal, keep = False, None
     bounds: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -127,6 +125,29 @@ def prepare(
                 binding.fixed, slots)  # fmt: skip
 
 
+def attention_refusal(binding: Binding) -> str:
+    """Why calls run the original forward under the attention implementation that the layer's config names, or ""."""
+    implementation = binding.attention.config._attn_implementation
+    if implementation not in IMPLEMENTATIONS:
+        return f"attention implementation {implementation!r}; use attn_implementation='{OURS}', 'sdpa' or 'eager'"
+    if implementation == "sdpa" and binding.spec.softcap:
+        return f"sdpa attention has no softcap ({binding.spec.softcap:g}); use attn_implementation='eager' or '{OURS}'"
+    return ""
+
+
+def mask_comes(implementation: str, causal: bool, window: int | None, seq: int, keys: int) -> bool:
+    """Whether transformers hands a layer a mask of 4 axes for `seq` tokens over `keys` keys, without padding.
+
+    window: how many keys a token sees on one side, itself included; None: all. Eager attention always gets a mask if it is
+    causal; sdpa if its causal flag cannot say it; ours none.
+    """
+    if implementation == OURS:
+        return False
+    if not causal:
+        return window is not None and seq >= window - 1
+    return implementation == "eager" or seq not in (1, keys) or (window is not None and keys >= window)
+
+
 def _ours(x: Tensor, mask: Any, arguments: Mapping[str, Any]) -> tuple[tuple[Tensor | None, Tensor | None], Any, str]:
     """(Boundaries of packed sequences, of queries and keys; the mask, if it is one; why neither is understood, or "")."""
     given = arguments.get("cu_seq_lens_q"), arguments.get("cu_seq_lens_k")
@@ -139,6 +160,7 @@ def _ours(x: Tensor, mask: Any, arguments: Mapping[str, Any]) -> tuple[tuple[Ten
     if given[0] is not None and type(mask) in PLAIN_TENSORS and mask.dim() == 2:
         return (None, None), None, "a padding mask and cu_seq_lens_q"
     return (None, None), mask, ""
+
 
 def compute_dtype(binding: Binding, x: Tensor, embeddings: Any) -> tuple[torch.dtype | None, str | None]:
     """(dtype to multiply in under autocast, else None; why no kernel takes such tensors, or takes them now, else None)."""

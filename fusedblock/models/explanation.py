@@ -10,6 +10,7 @@ from torch import nn
 
 from .. import blocks
 from ..ops import deterministic, target_of
+from .adapter import OURS, attention_refusal, mask_comes
 from .binding import Binding, bind
 from .report import Explanation, LayerExplanation
 from .swap import STATE, FusedLayer, decoder_layers, dropouts, falls_back, refusal
@@ -30,6 +31,10 @@ class Workload:
         name = "training" if self.phase == "train" else self.phase
         over = f" over {self.context}" if self.seq != self.context else ""
         return f"{name}, {self.batch} x {self.seq}{over}"
+
+    def keys(self, window: int | None) -> int:
+        """How many of the keys the call has before it: a cache of a layer with a window has dropped those that none sees."""
+        return self.context if window is None or self.seq == self.context else min(self.context, window - 1 + self.seq)
 
 
 def workloads(phase: str | None, batch: int, seq: int | None, context: int) -> list[Workload]:
@@ -69,8 +74,10 @@ def explain(model: nn.Module, *, batch: int = 1, seq: int | None = None, context
         phase: "prefill", "decode", "train", or None for each of them but an encoder's decode.
 
     What a cache launches to take the new keys and values is the cache's own and not counted. A dropout rate above 0 means that
-    training runs the original forward: the explanation names it and has no plan for training. Raises ValueError naming the
-    argument, for cached keys in a layer that attends both ways, or if the model has no supported layer.
+    training runs the original forward: the explanation names it and has no plan for training. The attention implementation is
+    the one that the layer's config names: under another than "fusedblock", windows and what else transformers says by masks
+    come as masks (those of calls without padding are told), and where it lacks something the original forward runs. Raises
+    ValueError naming the argument, for cached keys in a layer that attends both ways, or if the model has no supported layer.
     """
     wanted = workloads(phase, batch, seq, context)
     explanations, target = [], None
@@ -87,26 +94,59 @@ def explain(model: nn.Module, *, batch: int = 1, seq: int | None = None, context
             reason = refusal(entry.layer, entry.spec) or "not fused; call fusedblock.fuse(model) first"
         else:
             reason = falls_back(entry.layer, entry.spec)
+            bound = "" if reason else bind(entry.layer, entry.spec)
+            if not isinstance(bound, str):
+                reason = attention_refusal(bound)
             record = replace(record, calls=entry.layer.__dict__[STATE].calls)
         record = replace(record, status="fallback" if reason else "fused", reason=reason)
         plans: tuple[tuple[str, blocks.Plan], ...] = ()
         bound = bind(entry.layer, entry.spec) if entry.spec and not reason else ""
-        training = ""
+        training = mask = ""
         if entry.spec and not isinstance(bound, str):
             target = target_of(bound.weights.q.device)
             record = replace(record, dropout=dropouts(entry.layer, entry.spec))
             if record.dropout and any(w.phase == "train" for w in asked):
                 training, asked = record.dropout, [w for w in asked if w.phase != "train"]
             plans = tuple(_plans(bound, asked, target))
-        explanations.append(LayerExplanation(record, plans, training))
+            mask = _masked(bound, asked)
+        explanations.append(LayerExplanation(record, plans, training, mask))
     name = "" if target is None else target.name + (", batch_invariant" if target.batch_invariant else "")
     return Explanation(tuple(explanations), name)
 
 
+def _attention(bound: Binding) -> tuple[str, int | None]:
+    """(The attention implementation that the layer's config names; its window, the token itself included, or None.)"""
+    window = bound.spec.window_left
+    return bound.attention.config._attn_implementation, window + 1 if window >= 0 else None
+
+
+def _mask_comes(bound: Binding, w: Workload) -> bool:
+    implementation, window = _attention(bound)
+    return mask_comes(implementation, bound.attention.is_causal, window, w.seq, w.keys(window))
+
+
+def _masked(bound: Binding, asked: list[Workload]) -> str:
+    """In which of the workloads a mask comes, and what that costs; or ""."""
+    implementation, window = _attention(bound)
+    masked = [w for w in asked if _mask_comes(bound, w)]
+    if not masked:
+        return ""
+    phases = " and ".join("training" if w.phase == "train" else w.phase for w in masked)
+    if window is not None and any(w.context >= window for w in masked):
+        what = f"the window comes as a mask, and the keys it hides are read; attn_implementation='{OURS}' skips them"
+    else:
+        what = f"a mask comes with the call; attn_implementation='{OURS}' needs none without padding"
+    return f"under {implementation} attention, in {phases}: {what}"
+
+
 def _plans(bound: Binding, asked: list[Workload], target: Any) -> Iterator[tuple[str, blocks.Plan]]:
     dtype = bound.weights.q.dtype
+    implementation, window = _attention(bound)
+    ours = implementation == OURS
+    spec = bound.spec if ours else replace(bound.spec, window_left=-1, window_right=-1)  # the mask has it
     for w in asked:
         yield f"{w}, {str(dtype).removeprefix('torch.')}", blocks.plan(
-            bound.spec, batch=w.batch, seq=w.seq, context=w.context, dtype=dtype, training=w.phase == "train", target=target,
-            own=tuple(bound.own), deterministic=deterministic(),
+            spec, batch=w.batch, seq=w.seq, context=w.context if ours else w.keys(window), dtype=dtype,
+            training=w.phase == "train", target=target, masked=_mask_comes(bound, w), own=tuple(bound.own),
+            deterministic=deterministic(),
         )  # fmt: skip

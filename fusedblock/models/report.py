@@ -118,11 +118,13 @@ class LayerExplanation:
     """One layer as it is now (record.reason: why the original forward runs) and the plan of each workload, if fused.
 
     training: the dropout rates for which training runs the original forward, and has no plan; "" if it was not asked for.
+    mask: what comes to the layer as a mask because its config names another attention than "fusedblock", or "".
     """
 
     record: LayerRecord
     plans: tuple[tuple[str, Plan], ...]
     training: str = ""
+    mask: str = ""
 
 
 @dataclass(frozen=True)
@@ -133,17 +135,19 @@ class Explanation:
     target: str  # the GPU that the plans are for
 
     def __str__(self) -> str:
-        groups: dict[tuple[str, str, str, tuple[tuple[str, Plan], ...]], list[LayerRecord]] = {}
+        groups: dict[tuple[str, str, str, str, tuple[tuple[str, Plan], ...]], list[LayerRecord]] = {}
         for layer in self.layers:
-            key = (layer.record.layer_class, layer.record.reason, layer.training, layer.plans)
+            key = (layer.record.layer_class, layer.record.reason, layer.training, layer.mask, layer.plans)
             groups.setdefault(key, []).append(layer.record)
         lines = []
-        for (layer_class, reason, training, plans), records in groups.items():
+        for (layer_class, reason, training, mask, plans), records in groups.items():
             lines.append(f"{layer_class} {ranges(record.index for record in records)}")
             if reason:
                 lines.append(f"  original forward: {reason}")
             if training:
                 lines.append(f"  original forward in training: {training}; set {'them' if ', ' in training else 'it'} to 0")
+            if mask:
+                lines.append(f"  {mask}")
             for workload, plan in plans:
                 cache = "; the cache's own update is not counted" if workload.startswith("decode") else ""
                 lines.append(f"  {workload}: {plan.kernels} launches a layer's forward on {self.target}{cache}")
