@@ -21,7 +21,7 @@ class Target:
     smem_bytes: int  # per program, after opt-in
     l2_bytes: int
     batch_invariant: bool = False  # choose nothing by the number of rows: see fusedblock.options
-    skeleton: str = ""  # "portable" or "hopper": attention's, wherever it can run; "": by the table of _attention_choice.py
+    skeleton: str = ""  # a name of _attention_skeleton.py's: attention's, wherever it can run; "": by the tables there
     broken: str = ""  # why no Gluon kernel may run here: a failed self-test
 
     @property
