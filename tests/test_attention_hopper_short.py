@@ -219,7 +219,7 @@ def check_machine_code(seq: int, context: int, head_dim: int, left: int, right: 
     assert len(found) >= 2 * (-(-context // 64) if right == 0 and seq == context else 1)
     for loop in found:
         products = [n for n, line in enumerate(loop) if "HGMMA" in line]
-        assert sum(bool(re.search(r"\b(LDL|STL)\b", line)) for line in loop) <= (10 if wide else 0)
+        assert sum(bool(re.search(r"\b(LDL|STL)\b", line)) for line in loop) <= aot.spills(10 if wide else 0)
         # P V of a block runs under the exponentials of the next: some lie between the last products.
         blocks = len(products) // (head_dim // 16 + 4)
         between = sum("MUFU.EX2" in line for line in loop[products[-4 * blocks] : products[-1]])
