@@ -1,5 +1,6 @@
-"""Parts of the Hopper attention that synchronise nothing: tanh, which both directions use, and of attention_hopper_backward.py
-the walk over tiles, masks, and what is launched around the products: statistics of the rows before, grad_q and grad_sinks after.
+"""Parts of the Hopper attention that synchronise nothing: tanh, which both directions use, a view that both forwards sum by, and
+of attention_hopper_backward.py the walk over tiles, masks, and what is launched around the products: statistics of the rows
+before, grad_q and grad_sinks after.
 
 TILES: of 64 queries, of one batch entry and head; with a schedule (_attention_tiles.py) those of all sequences. A tile of a
 sequence that cannot be has segment -1, and what is made of it is NaN.
@@ -35,6 +36,13 @@ def buffer_axes(sizes: Mapping[str, int], packed: bool) -> dict[str, int]:
 def keys_of(head_dim: int) -> int:
     """Keys of a tile."""
     return ROWS if head_dim > 128 else 2 * ROWS
+
+
+@gluon.jit
+def by_thread(x):
+    """x [64, N] as [64, 4, N / 4], so that the last axis is one thread's: the four threads of a row meet once per tile."""
+    N: gl.constexpr = x.shape[1]
+    return x.reshape([64, N // 8, 4, 2]).permute([0, 2, 1, 3]).reshape([64, 4, N // 4])
 
 
 @gluon.jit

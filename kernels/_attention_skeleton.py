@@ -14,23 +14,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from . import _gluon, attention_hopper, attention_hopper_backward, attention_hopper_short
+from . import _gluon, attention_hopper, attention_hopper_short
 from ._lang import cdiv
 from ._launch import current_mode, strides_suit_tma
 from ._spec import Args
 from ._target import Target, override, target_of
 
 # ---- measured crossovers -----------------------------------------------------------------------------------------------------
-# (columns of q or v at most, least queries, least keys) of a sequence from which on the Hopper kernels are ahead; first row that
-# is wide enough. Keys are those within a query's reach; of packed sequences both are averages.
+# (columns of q or v at most, least keys) of a sequence from which on the Hopper kernels are ahead; first row that is wide enough.
+# Keys are those within a query's reach; of packed sequences they are an average.
 # H200, 2026-11-30, causal, bf16, ms, portable and hopper. Forward D=128: S512 0.204 and 0.183, S2048 0.55 and 0.44, S8192 1.82
 # and 1.57; a window of 128 at S8192 0.165 and 0.183, with D=64 and sinks 0.26 and 0.32. D=64 S4096 0.64 and 0.60, D=256 S4096
 # 1.11 and 0.80. Between 128 and 512 keys nothing was measured. Backward D=128: S512 0.80 and 0.68, S8192 6.9 and 5.1; a window
 # of 128 0.75 and 0.59, with D=64 and sinks 0.91 and 0.65; D=256 S4096 7.3 and 3.5.
-CROSSOVERS: dict[str, tuple[tuple[int, int, int], ...]] = {
-    "forward": ((64, 1, 513), (256, 1, 512)),
-    "backward": ((256, 1, 128),),
-}
+CROSSOVERS: dict[str, tuple[tuple[int, int], ...]] = {"forward": ((64, 513), (256, 512)), "backward": ((256, 128),)}
 
 # Options of the op that no Hopper kernel takes, and those that only the forward takes.
 _REFUSED = ("mask", "bias", "alibi_slopes", "block_map", "prefix_lens", "block_table", "q_scale", "k_scale", "v_scale",
@@ -69,8 +66,7 @@ class Skeleton:
 def _refusal(target: Target, dtype: torch.dtype, head_dim: int, v_dim: int, backward: bool, options: frozenset[str],
              rows: str) -> tuple[str, str]:  # fmt: skip
     """Why the Hopper kernels cannot run or must not, and what would change that; empty where they can."""
-    kernels = attention_hopper_backward if backward else attention_hopper
-    if why := kernels.unfit(target, dtype, head_dim, v_dim):
+    if why := attention_hopper.unfit(target, dtype, head_dim, v_dim):
         return why, "" if target.capability != 90 else "in bfloat16 or float16, with rows that they take"
     if why := target.broken or _gluon.REASON:
         return why, "where they can be tested and pass" if target.broken else "with triton 3.6 to 3.9"
@@ -92,7 +88,7 @@ def skeleton(
 ) -> Skeleton:  # fmt: skip
     """What runs a call's forward or its backward.
 
-    queries and keys of a sequence, as CROSSOVERS counts them; context: all its keys, within reach or not (None: as many).
+    queries and keys of a sequence, keys as CROSSOVERS counts them; context: all of them, within reach or not (None: as many).
     options: names of the op's arguments that are given (dropout_p and softcap: that are not 0), for a backward also
     "deterministic". rows: what keeps TMA from the tensors. interpreted: the kernels run on a CPU, where a model of the SM takes
     its time.
@@ -116,14 +112,12 @@ def skeleton(
                         f"for {few + 1} keys or more, a mask, a bias and the like")  # fmt: skip
     table = CROSSOVERS["backward" if backward else "forward"]
     wide = max(head_dim, v_dim)
-    least = next(((q, k) for columns, q, k in table if wide <= columns), None)
+    least = next((n for columns, n in table if wide <= columns), None)
     assert least is not None, f"no row of CROSSOVERS for head_dim={head_dim} and v_dim={v_dim}"
-    for n, enough, what in ((queries, least[0], "queries"), (keys, least[1], "keys")):
-        if n < enough:
-            return Skeleton("portable", f"{n} {what} a sequence, where latency decides", f"from {enough} {what} on")
-    fewer = [f"fewer than {n} {what}" for n, what in zip(least, ("queries", "keys")) if n > 1]
-    others = " or ".join([*fewer, "a mask, a bias and the like"])
-    return Skeleton("hopper", "sm_90, a shape and options that they take", f"for {others}")
+    if keys < least:
+        return Skeleton("portable", f"{keys} keys a sequence, where latency decides", f"from {least} keys on")
+    others = f"for fewer than {least} keys or a mask, a bias and the like"
+    return Skeleton("hopper", "sm_90, a shape and options that they take", others)
 
 
 @contextmanager

@@ -130,6 +130,11 @@ def tma_ready(*tensors: Tensor) -> bool:
     return all(t.numel() and not t.data_ptr() % 16 and strides_suit_tma(t) for t in tensors)
 
 
+def for_tma(t: Tensor) -> Tensor:
+    """t, or a copy where TMA does not take its rows."""
+    return t if tma_ready(t) else t.contiguous()
+
+
 def strides_suit_tma(t: Tensor) -> bool:
     size = t.element_size()
     if t.stride(-1) != 1:

@@ -42,7 +42,7 @@ from ._attention_tiles import kept, key_range, load_paged, load_rows, planned, p
 from ._hopper_check import ready
 from ._hopper_schedule import plan_axes
 from ._lang import cdiv, tl, triton
-from ._launch import descriptor, on_device, tma_ready
+from ._launch import descriptor, for_tma, on_device
 from ._launch import launch as _launch
 from ._spec import FP8, Args, Op, Sizes, Spec, Stage, Write
 from ._target import Target, target_of
@@ -475,7 +475,7 @@ def launch(
 
 
 def _launch_hopper(args: Args, buffers: tuple[Tensor, ...], short: bool) -> None:
-    q, k, v = (args[n] if tma_ready(args[n]) else args[n].contiguous() for n in "qkv")
+    q, k, v = (for_tma(args[n]) for n in "qkv")
     sinks, used = args["sinks"], args["seqused_k"]
     if used is not None and (k is not args["k"] or v is not args["v"]):  # then their batch entries lie equally far apart
         k, v = k.contiguous(), v.contiguous()

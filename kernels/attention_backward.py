@@ -35,7 +35,7 @@ from ._attention_gradients import _delta_kernel, _kv_kernel, _q_kernel
 from ._attention_skeleton import PORTABLE, skeleton_of
 from ._hopper_check import ready
 from ._lang import cdiv
-from ._launch import contiguous_last, descriptor, on_device, tma_ready
+from ._launch import contiguous_last, descriptor, for_tma, on_device
 from ._launch import launch as _launch
 from ._spec import Args, Op, Sizes, Spec, Stage, Write, flag
 from ._target import Target, target_of
@@ -348,7 +348,7 @@ def launch(
 
 
 def _launch_hopper(args: Args, grads: tuple[Tensor, Tensor, Tensor, Tensor], scratch: tuple[Tensor, ...]) -> None:
-    q, k, v, grad_out = (args[n] if tma_ready(args[n]) else args[n].contiguous() for n in ("q", "k", "v", "grad_out"))
+    q, k, v, grad_out = (for_tma(args[n]) for n in ("q", "k", "v", "grad_out"))
     cu, sinks = (args["cu_seqlens_q"], args["cu_seqlens_k"]), args["sinks"]
     needs = args["need_q"], args["need_k"], args["need_v"], args["need_sinks"] and sinks is not None
     grad_q, grad_k, grad_v, grad_sinks = (t if need else None for t, need in zip(grads, needs))

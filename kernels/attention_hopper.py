@@ -34,7 +34,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._attention_hopper_parts import tanh
+from ._attention_hopper_parts import by_thread, tanh
 from ._attention_tiles import LOG2E
 from ._attention_tiles import schedule as schedule_segments
 from ._gluon import (
@@ -195,12 +195,6 @@ def _masked(s, row, n, context, low, high, BN: gl.constexpr, LEFT: gl.constexpr,
 
 
 @gluon.jit
-def _own_sum(p, BN: gl.constexpr):
-    """Every thread's sum over its own columns, [64, 4]: the four threads of a row meet once per tile."""
-    return gl.sum(p.reshape([64, BN // 8, 4, 2]).permute([0, 2, 1, 3]).reshape([64, 4, BN // 4]), 2)
-
-
-@gluon.jit
 def _pieces(acc, PARTS: gl.constexpr):
     """The columns of acc in so many tiles, 1 or 2."""
     if PARTS == 1:
@@ -279,7 +273,7 @@ def _consumer(
             if EDGES > 1 or LEFT or EMPTY:
                 m = gl.maximum(m, -1.0e30)  # rows that see nothing of this block
             p = gl.exp2(s * scale - m[:, None])
-            l = _own_sum(p, BN)
+            l = gl.sum(by_thread(p), 2)
             pt = gl.convert_layout(p.to(dtype), p_layout)
             acc = gl.zeros([64, D], gl.float32, acc_layout)
             done = 1
@@ -309,7 +303,7 @@ def _consumer(
                         new = gl.maximum(m, gl.max(s, 1) * scale)
                         shrink = gl.exp2(m - new)
                         p = gl.exp2(s * scale - new[:, None])
-                        l = l * gl.convert_layout(shrink, gl.SliceLayout(1, l.type.layout))[:, None] + _own_sum(p, BN)
+                        l = l * gl.convert_layout(shrink, gl.SliceLayout(1, l.type.layout))[:, None] + gl.sum(by_thread(p), 2)
                         m = new
                         acc = warpgroup_mma_wait(0, deps=(flying_acc,))
                         bar_arrive(13 + v_stage, 288)
@@ -425,11 +419,6 @@ def unfit_rows(q: Tensor, k: Tensor, v: Tensor) -> str:
     return ""
 
 
-def refusal(q: Tensor, k: Tensor, v: Tensor, target: Target, used: Tensor | None = None) -> str:
-    """Why this kernel cannot take these arguments on target, or "" where it can."""
-    return unfit(target, q.dtype, q.shape[-1], v.shape[-1]) or (unfit_rows(q, k, v) if used is not None else "")
-
-
 def _step(t: Tensor) -> int:
     """How many rows lie between the beginnings of two sequences of a batch."""
     batch, row = tma_strides(t)[:2]
@@ -441,9 +430,9 @@ def launch(
     cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, seqused_k: Tensor | None = None,
     buffers: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out and lse. q, k, v: what refusal() lets pass, not empty, with rows that TMA takes (_launch.tma_ready). Either both
-    cu_seqlens (and batch 1), or seqused_k, or none. buffers: out, lse, and with lengths that the device alone knows the schedule
-    (of packed sequences) and the table, both int32 and of plan_axes; made here if None."""
+    """out and lse. q, k, v: what unfit() and, with seqused_k, unfit_rows() let pass, not empty, with rows that TMA takes
+    (_launch.tma_ready). Either both cu_seqlens (and batch 1), or seqused_k, or none. buffers: out, lse, and with lengths that
+    the device alone knows the schedule (of packed sequences) and the table, both int32 and of plan_axes; made here if None."""
     batch, seq, heads, head_dim = q.shape
     context, kv_heads = k.shape[1:3]
     v_dim = v.shape[-1]

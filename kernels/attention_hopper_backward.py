@@ -39,7 +39,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import attention_hopper
 from ._attention_hopper_parts import (
     ROWS,
     _finish_kernel,
@@ -78,7 +77,6 @@ from ._hopper_schedule import corner_of
 from ._lang import cdiv
 from ._launch import launch as _launch
 from ._launch import on_device
-from ._target import Target
 
 STAGES = 2
 
@@ -345,11 +343,6 @@ def _products_kernel(
             (_producer, (WALL, PACKED, q2, k2, q2_s, k2_s) + loads),
             (_adder, (sums_by_tma, dq_s, dq_full, dq_empty, kv, first, end, blocks, base, TILES, GROUP, WALL)),
         ], [4, 1, 1], [240, 24, 24])  # fmt: skip
-
-
-def unfit(target: Target, dtype: torch.dtype, head_dim: int, v_dim: int) -> str:
-    """Why these kernels cannot take rows of these columns on target, or "" where they can."""
-    return attention_hopper.unfit(target, dtype, head_dim, v_dim)
 
 
 Buffers = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ._attention_hopper_parts import by_thread
 from ._attention_tiles import LOG2E
 from ._gluon import (
     allocate_barriers,
@@ -59,7 +60,7 @@ class Config:
     stages: int
 
 
-def configure(head_dim: int, context: int) -> Config:
+def configure(head_dim: int) -> Config:
     # H200, 2026-11-30, 32k tokens, causal, ms with one and with two stages: D=128 S64 0.172 and 0.179, S128 0.174 and 0.192, S256
     # 0.255 and no room; D=64 S64 0.124 and 0.087, S128 0.117 and 0.099, S256 0.139 and 0.132.
     return Config(1 if head_dim == 128 else 2)
@@ -175,13 +176,6 @@ def _masked(s, row, col, low, high, context, LEFT: gl.constexpr, RIGHT: gl.const
 
 
 @gluon.jit
-def _by_thread(x):
-    """x [64, N] as [64, 4, N / 4], so that the last axis is one thread's: the four threads of a row meet once per tile."""
-    N: gl.constexpr = x.shape[1]
-    return x.reshape([64, N // 8, 4, 2]).permute([0, 2, 1, 3]).reshape([64, 4, N // 4])
-
-
-@gluon.jit
 def _tile(
     CID: gl.constexpr, out, lse, sinks, q_s, k_s, v_s, out_s, q_full, q_empty, v_full, b, h, row, count, first, phase, scale, low,
     high, seq, context, D: gl.constexpr, SEEN: gl.constexpr, PLAIN: gl.constexpr, WAIT: gl.constexpr, LEFT: gl.constexpr,
@@ -210,9 +204,9 @@ def _tile(
             s = _masked(s, row, j * 64, low, high, context, LEFT, RIGHT, CHECK)
         logits = logits + (s,)
     mbarrier.arrive(q_empty.index(at), count=1)
-    top = gl.max(_by_thread(logits[0]), 2)
+    top = gl.max(by_thread(logits[0]), 2)
     for j in gl.static_range(1, SEEN):
-        top = gl.maximum(top, gl.max(_by_thread(logits[j]), 2))
+        top = gl.maximum(top, gl.max(by_thread(logits[j]), 2))
     m = gl.convert_layout(gl.max(top, 1), s_rows) * scale
     if EMPTY:
         m = gl.maximum(m, -1.0e30)  # not -inf - -inf
@@ -221,7 +215,7 @@ def _tile(
     sums = gl.zeros([64, 4], gl.float32, partial)
     for j in gl.static_range(SEEN):
         p = gl.exp2(logits[j] * scale - m[:, None])
-        sums = sums + gl.sum(_by_thread(p), 2)
+        sums = sums + gl.sum(by_thread(p), 2)
         pt = gl.convert_layout(p.to(dtype), p_layout)
         if WAIT:
             mbarrier.wait(v_full.index(first + j), phase)
@@ -368,7 +362,7 @@ def launch(
     context, kv_heads = k.shape[1:3]
     group = heads // kv_heads
     target = target_of(q.device)
-    config = config or configure(head_dim, context)
+    config = config or configure(head_dim)
     tiles = cdiv(seq, BLOCK)
     parts, each = share(tiles * group, batch * kv_heads, target.sms)
     problems = batch * kv_heads * parts

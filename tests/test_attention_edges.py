@@ -28,8 +28,11 @@ def test_nan_before_every_window_does_not_spread(option, target):
         t[:, : 100 - 20 - 3] = math.nan
     with at_target(target):
         got, want = with_gradients(public, hidden), with_gradients(public, x)
-    for name in want:  # grad_q is summed in any order
-        torch.testing.assert_close(got[name], want[name], rtol=1e-2, atol=1e-2, equal_nan=True)
+    for name in want:
+        if name == "grad_q" and target in ("hopper", "short"):  # summed in any order
+            torch.testing.assert_close(got[name], want[name], rtol=1e-2, atol=1e-2)
+        else:
+            assert torch.equal(got[name], want[name]), name
     assert (got["grad_k"][:, : 100 - 20 - 3] == 0).all() and not got["out"].isnan().any()
 
 

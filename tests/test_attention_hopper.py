@@ -101,7 +101,7 @@ def compare(case: Case, out: Tensor, lse: Tensor, expected: Tensor, expected_lse
 
 def check(case: Case, seed: int) -> None:
     q, k, v = case.inputs()
-    assert attention_hopper.refusal(q, k, v, FEW) == ""
+    assert attention_hopper.unfit(FEW, case.dtype, q.shape[-1], v.shape[-1]) == ""
     with interpret(FEW, seed=seed):
         out, lse = attention_hopper.launch(
             q, k, v, case.sink_logits(), *case.bounds, case.head_dim**-0.5, case.softcap
@@ -234,7 +234,8 @@ def test_schedule(sizes: tuple[int, ...]):
 ])  # fmt: skip
 def test_refusals(change: dict, message: str):
     target = change.pop("target", HOPPER)
-    assert attention_hopper.refusal(*replace(Case(128, 128), **change).inputs(), target) == message
+    q, _, v = replace(Case(128, 128), **change).inputs()
+    assert attention_hopper.unfit(target, q.dtype, q.shape[-1], v.shape[-1]) == message
 
 
 # ---- what the compiler makes of it ---------------------------------------------------------------------------------------------

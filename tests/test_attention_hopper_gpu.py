@@ -15,7 +15,7 @@ from test_attention_gpu import BF16, SIZE, cases, on_gpu
 from test_attention_variants import IMPOSSIBLE, head_major, impossible, last_major, sliced
 
 import fusedblock
-from fusedblock.kernels import _hopper_check, _hopper_schedule, _launch
+from fusedblock.kernels import _hopper_check, _hopper_schedule
 from fusedblock.kernels._attention_skeleton import forced, skeleton
 from fusedblock.kernels._target import TARGETS
 
@@ -42,12 +42,10 @@ def of(dim: int, dtype: torch.dtype = BF16, every: Callable[..., list[Case]] = a
 
 
 @pytest.fixture(autouse=True)
-def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Every test on the Hopper kernels; the modules of the kernels that this thread launches: all but autograd's."""
-    modules: list[str] = []
-    monkeypatch.setattr(_launch.recording, "hook", lambda kernel, *rest: modules.append(kernel.__module__.rsplit(".", 1)[1]))
+def hopper(launched: list[str]) -> Iterator[list[str]]:
+    """Every test on the Hopper kernels; what this thread launches: all but autograd's."""
     with forced("hopper", CUDA):
-        yield modules
+        yield launched
 
 
 @pytest.fixture(scope="module", autouse=True)

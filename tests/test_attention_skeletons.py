@@ -244,8 +244,11 @@ def test_packed_tokens_beyond_32_bits():
         out, lse = attention.launch(**args)
         for t in (x.grad[None], far.copy_(x.grad[None])):
             found.append(attention_backward.launch(**backward_args(args, t, out, lse))[:3])
-    for a, b in zip(*found):
-        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2, equal_nan=True)
+    for name, a, b in zip("qkv", *found):
+        if name == "q":  # summed in any order
+            torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+        else:
+            assert torch.equal(a, b), name
 
 
 @pytest.mark.parametrize("crooked", ["k", "v", "q", "kv"])
@@ -262,7 +265,7 @@ def test_rows_of_their_own_length_without_a_dense_last_axis(crooked: str):
     with torch.no_grad(), interpret(HOPPER):
         got = fusedblock.attention(**given, **x.options)
         want = fusedblock.attention(x.q, x.k, x.v, **x.options)
-    torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
+    assert torch.equal(got, want)
 
 
 def test_impossible_boundaries():

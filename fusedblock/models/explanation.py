@@ -90,19 +90,20 @@ def explain(model: nn.Module, *, batch: int = 1, seq: int | None = None, context
                 require_cache("explain", w.phase, w.seq, w.context, entry.layer, attention)
         fused = isinstance(entry.layer, FusedLayer)
         record = entry.record("fused" if fused else "fallback", "")
+        bound: Binding | str = ""
         if entry.spec is None or not fused:
             reason = refusal(entry.layer, entry.spec) or "not fused; call fusedblock.fuse(model) first"
         else:
             reason = falls_back(entry.layer, entry.spec)
-            bound = "" if reason else bind(entry.layer, entry.spec)
+            if not reason:
+                bound = bind(entry.layer, entry.spec)
             if not isinstance(bound, str):
                 reason = attention_refusal(bound)
             record = replace(record, calls=entry.layer.__dict__[STATE].calls)
         record = replace(record, status="fallback" if reason else "fused", reason=reason)
         plans: tuple[tuple[str, blocks.Plan], ...] = ()
-        bound = bind(entry.layer, entry.spec) if entry.spec and not reason else ""
         training = mask = ""
-        if entry.spec and not isinstance(bound, str):
+        if entry.spec and not reason and not isinstance(bound, str):
             target = target_of(bound.weights.q.device)
             record = replace(record, dropout=dropouts(entry.layer, entry.spec))
             if record.dropout and any(w.phase == "train" for w in asked):
