@@ -162,8 +162,9 @@ def attention(
     Returns out `batch seq heads v_dim` (or `tokens heads v_dim`), with return_lse also the natural log-sum-exp
     `batch heads seq` (or `heads tokens`) in fp32, of sinks too, without gradient. A row that may attend to nothing gives 0 and
     lse -inf (the sink), and gradients 0. NaN in keys and values that are hidden from every query (padding, unused slots and
-    pages, with equal lengths and no dropout keys before every window) does not spread. NaN in a key that some query attends may
-    also reach queries from which it is hidden (causal, a window, a mask): many are computed together, and 0 times NaN is NaN.
+    pages; with equal lengths, no dropout and no torch.compile, keys before every window) does not spread. NaN in a key that
+    some query attends may also reach queries from which it is hidden (causal, a window, a mask): many are computed together,
+    and 0 times NaN is NaN.
 
     Raises TypeError, ShapeError or ValueError before any launch, naming the argument and both values, for what is no such
     thing, contradicts itself, or has no kernel (on this GPU). Values of tensors on a GPU are read only under
@@ -360,11 +361,16 @@ def _within_reach(args: dict[str, Any]) -> dict[str, Any]:
     apart = ("cu_seqlens_q", "seqused_k", "block_table", "block_map")
     if args["left"] < 0 or args["dropout_p"] or shared.given(args, *apart):  # dropout goes by the number of a key
         return args
+    if torch.compiler.is_compiling():  # a graph must not depend on which of the lengths is more
+        return args
     context = args["k"].shape[1]
     hidden = context - args["q"].shape[1] - args["left"]
-    by_key = {n: t for n in ("mask", "bias") if (t := args[n]) is not None and (t.dim() != 4 or t.shape[-1] != 1)}
-    if hidden <= 0 or args["v"].shape[1] != context or any(t.shape[-1] != context for t in by_key.values()):
+    given = {n: t for n in ("mask", "bias") if (t := args[n]) is not None}
+    if hidden <= 0 or args["v"].shape[1] != context or any(t.dim() != 4 for t in given.values()):
         return args  # the op raises where shapes do not fit
+    by_key = {n: t for n, t in given.items() if t.shape[-1] != 1}
+    if any(t.shape[-1] != context for t in by_key.values()):
+        return args
     return {**args, "k": args["k"][:, hidden:], "v": args["v"][:, hidden:], **{n: t[..., hidden:] for n, t in by_key.items()}}
 
 

@@ -131,8 +131,8 @@ def tma_ready(*tensors: Tensor) -> bool:
 
 
 def for_tma(t: Tensor) -> Tensor:
-    """t, or a copy where TMA does not take its rows."""
-    return t if tma_ready(t) else t.contiguous()
+    """t, or a copy where TMA does not take its rows or its address."""
+    return t if tma_ready(t) else t.clone(memory_format=torch.contiguous_format)
 
 
 def strides_suit_tma(t: Tensor) -> bool:

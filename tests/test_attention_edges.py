@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 from attention_cases import FP8, OPTIONS, Case, at_target, error, public, with_gradients
 from attention_formula import formula
+
+import fusedblock
+from fusedblock.ops import ShapeError
 
 PATHS = ("sm_90", "sm_80")
 BF16 = torch.bfloat16
@@ -34,6 +38,34 @@ def test_nan_before_every_window_does_not_spread(option, target):
         else:
             assert torch.equal(got[name], want[name]), name
     assert (got["grad_k"][:, : 100 - 20 - 3] == 0).all() and not got["out"].isnan().any()
+
+
+def test_a_window_over_keys_whose_number_comes_from_data(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
+    monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)
+    q, k, v = (torch.randn(1, n, h, 16) for n, h in ((1, 2), (40, 1), (40, 1)))
+    keep = torch.arange(40) < 20
+
+    def by_index(keep):
+        i = keep.nonzero().squeeze(1)
+        return fusedblock.attention(q, k[:, i], v[:, i], window=(7, 0))
+
+    def by_length(n):
+        m = n.item()
+        torch._check(m >= 2)
+        torch._check(m <= 40)
+        return fusedblock.attention(q, k[:, :m], v[:, :m], window=(7, 0))
+
+    want = fusedblock.attention(q, k[:, :20], v[:, :20], window=(7, 0))
+    for run, given in ((by_index, keep), (by_length, torch.tensor(20))):
+        torch.testing.assert_close(torch.compile(run, backend="aot_eager", fullgraph=True)(given), want)
+
+
+@pytest.mark.parametrize("shape", [(), (12,), (1, 1, 12)])
+def test_a_bias_of_other_axes_is_told_as_it_was_given(shape):
+    q, k = torch.randn(1, 1, 1, 16), torch.randn(1, 12, 1, 16)
+    with pytest.raises(ShapeError, match=re.escape(f"bias has shape {shape}")):
+        fusedblock.attention(q, k, k, window=(3, 0), bias=torch.zeros(shape))
 
 
 @pytest.mark.parametrize("target", [*PATHS, "cpu"])

@@ -251,6 +251,25 @@ def test_packed_tokens_beyond_32_bits():
             assert torch.equal(a, b), name
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "grad"])
+def test_addresses_that_tma_does_not_take(name: str):
+    """An element into a buffer; of a parameter the choice does not see it, of grad_out it does not ask."""
+    x = Case(**TINY, causal=True).inputs()
+
+    def run(**changed: Tensor) -> list[Tensor]:
+        given = {"q": x.q, "k": x.k, "v": x.v, "grad": x.grad, **changed}
+        leaves = [torch.nn.Parameter(given[n]) for n in "qkv"]
+        with interpret(HOPPER):
+            out = fusedblock.attention(*leaves, causal=True)
+            return [out.detach(), *torch.autograd.grad(out, leaves, given["grad"])]
+
+    t = getattr(x, name)
+    moved = torch.empty(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape).copy_(t)
+    assert moved.data_ptr() % 16
+    for a, b in zip(run(**{name: moved}), run()):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)  # grad_q is summed in any order
+
+
 @pytest.mark.parametrize("crooked", ["k", "v", "q", "kv"])
 def test_rows_of_their_own_length_without_a_dense_last_axis(crooked: str):
     """What TMA does not take is copied, which changes how far apart batch entries are."""

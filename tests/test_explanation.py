@@ -33,7 +33,8 @@ def recording(monkeypatch: pytest.MonkeyPatch, home: Any) -> list[tuple[int, int
 
 @pytest.mark.parametrize(("name", "implementation"), [
     ("llama", "eager"), ("llama", "sdpa"), ("mistral", "eager"), ("mistral", "sdpa"), ("gemma2", "eager"), ("olmo3", "sdpa"),
-    ("modernbert", "eager"), ("modernbert", "sdpa"),
+    ("modernbert", "eager"), ("modernbert", "sdpa"), ("mistral", "fusedblock"), ("gemma2", "fusedblock"), ("olmo3", "fusedblock"),
+    ("modernbert", "fusedblock"),
 ])  # fmt: skip
 def test_plans_are_for_the_masks_and_keys_that_come(name: str, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = families.build(name, implementation)
@@ -69,6 +70,14 @@ def test_windows_and_softcap_are_told_as_the_attention_has_them() -> None:
         model.set_attn_implementation("fusedblock")
         assert shown().count(said) == 1 and shown().count("keys up to") == 1  # the other layer sees all
         assert "under" not in shown()
+
+
+def test_a_window_that_hides_nothing_is_not_said_to_be_read() -> None:
+    """A cache hands over the last keys of the window only."""
+    model = families.build("mistral", "sdpa")
+    fusedblock.fuse(model)
+    said = str(fusedblock.explain(model, phase="decode", context=16))
+    assert "under sdpa attention, in decode: a mask comes with the call" in said and "hides" not in said
 
 
 def test_what_an_attention_lacks_runs_the_original_forward() -> None:

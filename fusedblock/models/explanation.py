@@ -133,7 +133,7 @@ def _masked(bound: Binding, asked: list[Workload]) -> str:
     if not masked:
         return ""
     phases = " and ".join("training" if w.phase == "train" else w.phase for w in masked)
-    if window is not None and any(w.context >= window for w in masked):
+    if window is not None and any(w.keys(window) > window for w in masked):  # a cache hands over no more than are in reach
         what = f"the window comes as a mask, and the keys it hides are read; attn_implementation='{OURS}' skips them"
     else:
         what = f"a mask comes with the call; attn_implementation='{OURS}' needs none without padding"
@@ -143,11 +143,9 @@ def _masked(bound: Binding, asked: list[Workload]) -> str:
 def _plans(bound: Binding, asked: list[Workload], target: Any) -> Iterator[tuple[str, blocks.Plan]]:
     dtype = bound.weights.q.dtype
     implementation, window = _attention(bound)
-    ours = implementation == OURS
-    spec = bound.spec if ours else replace(bound.spec, window_left=-1, window_right=-1)  # the mask has it
+    spec = bound.spec if implementation == OURS else replace(bound.spec, window_left=-1, window_right=-1)  # the mask has it
     for w in asked:
         yield f"{w}, {str(dtype).removeprefix('torch.')}", blocks.plan(
-            spec, batch=w.batch, seq=w.seq, context=w.context if ours else w.keys(window), dtype=dtype,
-            training=w.phase == "train", target=target, masked=_mask_comes(bound, w), own=tuple(bound.own),
-            deterministic=deterministic(),
+            spec, batch=w.batch, seq=w.seq, context=w.keys(window), dtype=dtype, training=w.phase == "train", target=target,
+            masked=_mask_comes(bound, w), own=tuple(bound.own), deterministic=deterministic(),
         )  # fmt: skip
