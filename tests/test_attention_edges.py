@@ -40,9 +40,9 @@ def test_nan_before_every_window_does_not_spread(option, target):
     assert (got["grad_k"][:, : 100 - 20 - 3] == 0).all() and not got["out"].isnan().any()
 
 
-def test_a_window_over_keys_whose_number_comes_from_data(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
-    monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)
+# by the configuration's own patch: undone by pytest's, a setting is gone for every test after
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True)
+def test_a_window_over_keys_whose_number_comes_from_data():
     q, k, v = (torch.randn(1, n, h, 16) for n, h in ((1, 2), (40, 1), (40, 1)))
     keep = torch.arange(40) < 20
 
