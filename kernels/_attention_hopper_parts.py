@@ -46,6 +46,13 @@ def by_thread(x):
 
 
 @gluon.jit
+def first_half(x):
+    """The columns of x [64, N] to N / 2."""
+    half, _ = x.reshape([64, 2, x.shape[1] // 2]).permute([0, 2, 1]).split()
+    return half
+
+
+@gluon.jit
 def walk(m, h, first, end, WALL: gl.constexpr):
     """The query tile and head, counted over the batch, after (m, h). A walk starts at `first` without a bound (WALL) too: so
     programs of one head do not add to the same rows at once."""
