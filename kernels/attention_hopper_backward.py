@@ -144,7 +144,8 @@ def _adder(sums, dq_s, dq_full, dq_empty, kv, first, end, blocks, base, TILES, G
 def _consumer(
     CID: gl.constexpr, D: gl.constexpr, PART: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr,
     DIRECT: gl.constexpr, grad_k, grad_v, sums, cap, q_s, k_s, v_s, g_s, stats_s, ds_s, dq_s, kv_full, q_full, g_full, empty,
-    dq_full, dq_empty, kv, key, first, end, blocks, seq, context, left, right, k_start, base, gain, TILES, KV_HEADS, GROUP, scale, scale2,
+    dq_full, dq_empty, kv, key, first, end, blocks, seq, context, left, right, k_start, base, gain, TILES, KV_HEADS, GROUP,
+    scale, scale2,
 ):  # fmt: skip
     """PART: columns of the first product of dP; with less than D the rest is issued after half of the exponentials. DIRECT: add
     grad_q to memory from registers. gain: NaN for a segment that cannot be, else 1. Of grad_k, grad_v and sums
