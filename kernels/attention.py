@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from . import _attention as shared
-from . import _attention_reference, attention_hopper, attention_hopper_short
+from . import _attention_reference, _hopper_map, attention_hopper, attention_hopper_short
 from . import _attention_tiles as tiles
 from ._attention import normalise_mask
 from ._attention_skeleton import PORTABLE, skeleton_of
@@ -477,6 +477,8 @@ def launch(
 def _launch_hopper(args: Args, buffers: tuple[Tensor, ...], short: bool) -> None:
     q, k, v = (for_tma(args[n]) for n in "qkv")
     sinks, used = args["sinks"], args["seqused_k"]
+    if args["block_map"] is not None:
+        k, v = (_hopper_map.without_hidden(t, q.shape[1], args["left"]) for t in (k, v))
     if used is not None and (k is not args["k"] or v is not args["v"]):  # then their batch entries lie equally far apart
         k, v = k.contiguous(), v.contiguous()
     given = q, k, v, None if sinks is None else sinks.contiguous(), args["left"], args["right"], args["scale"]
@@ -485,7 +487,7 @@ def _launch_hopper(args: Args, buffers: tuple[Tensor, ...], short: bool) -> None
     else:
         attention_hopper.launch(
             *given, args["softcap"], args["cu_seqlens_q"], args["cu_seqlens_k"], None if used is None else used.contiguous(),
-            buffers,
+            buffers, args["block_map"],
         )  # fmt: skip
 
 

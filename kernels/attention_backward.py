@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from . import _attention as shared
-from . import _attention_reference, attention_hopper_backward
+from . import _attention_reference, _hopper_map, attention_hopper_backward
 from . import _attention_tiles as tiles
 from ._attention_gradients import _delta_kernel, _kv_kernel, _q_kernel
 from ._attention_skeleton import PORTABLE, skeleton_of
@@ -349,6 +349,8 @@ def launch(
 
 def _launch_hopper(args: Args, grads: tuple[Tensor, Tensor, Tensor, Tensor], scratch: tuple[Tensor, ...]) -> None:
     q, k, v, grad_out = (for_tma(args[n]) for n in ("q", "k", "v", "grad_out"))
+    if args["block_map"] is not None:
+        k, v = (_hopper_map.without_hidden(t, q.shape[1], args["left"]) for t in (k, v))
     cu, sinks = (args["cu_seqlens_q"], args["cu_seqlens_k"]), args["sinks"]
     needs = args["need_q"], args["need_k"], args["need_v"], args["need_sinks"] and sinks is not None
     grad_q, grad_k, grad_v, grad_sinks = (t if need else None for t, need in zip(grads, needs))
@@ -356,7 +358,7 @@ def _launch_hopper(args: Args, grads: tuple[Tensor, Tensor, Tensor, Tensor], scr
     attention_hopper_backward.launch(
         q, k, v, contiguous_last(args["out"]), args["lse"].contiguous(), grad_out, None if sinks is None else sinks.contiguous(),
         None if cu[0] is None else cu, args["left"], args["right"], args["scale"], args["softcap"], *needs,
-        (grad_q, grad_k, grad_v, grad_sinks), (scratch[0], sums, q_plan, k_plan),
+        (grad_q, grad_k, grad_v, grad_sinks), (scratch[0], sums, q_plan, k_plan), args["block_map"],
     )  # fmt: skip
 
 

@@ -138,7 +138,7 @@ def test_keys_in_use():
     for b, n in enumerate(used):
         for t in (k, v):
             t[b, n:] = float("nan")
-    assert attention_hopper.unfit(FEW, q.dtype, 64, 64) == attention_hopper.unfit_rows(q, k, v) == ""
+    assert attention_hopper.unfit(FEW, q.dtype, 64, 64) == _hopper_schedule.unfit_rows(q, k, v) == ""
     with interpret(FEW, seed=1):
         out, lse = attention_hopper.launch(
             q, k, v, None, *case.bounds, case.head_dim**-0.5, case.softcap, seqused_k=ints(used)
@@ -157,10 +157,10 @@ def test_refusal_of_keys_in_use():
     odd = torch.empty(70 * 600 + 8 + 600 * 70).as_strided((2, 70, 2, 64), (70 * 600 + 8, 600, 64, 1)).to(BF16)
     odd = odd.new_empty(2 * (70 * 600 + 8)).as_strided(odd.shape, (70 * 600 + 8, 600, 64, 1))
     assert attention_hopper.unfit(HOPPER, q.dtype, 64, 64) == ""
-    message = attention_hopper.unfit_rows(odd, k, v)
+    message = _hopper_schedule.unfit_rows(odd, k, v)
     assert message == f"q has strides {odd.stride()} with seqused_k, which are not those of one sequence after the other"
     cache = torch.empty(2, 300, 1, 64, dtype=BF16)[:, :200]
-    message = attention_hopper.unfit_rows(q.contiguous(), k, cache)
+    message = _hopper_schedule.unfit_rows(q.contiguous(), k, cache)
     apart = "their sequences are not equally far apart"
     assert message == f"k has strides {k.stride()} with seqused_k and v {cache.stride()}: {apart}"
 
@@ -168,7 +168,7 @@ def test_refusal_of_keys_in_use():
 def test_keys_in_use_of_one_sequence():
     case = Case(70, 200)
     q, k, v = case.inputs()
-    assert attention_hopper.unfit(FEW, q.dtype, 64, 64) == attention_hopper.unfit_rows(q, k, v) == ""
+    assert attention_hopper.unfit(FEW, q.dtype, 64, 64) == _hopper_schedule.unfit_rows(q, k, v) == ""
     with interpret(FEW, seed=1):
         found = attention_hopper.launch(q, k, v, None, *case.bounds, 0.125, seqused_k=ints([130]))
     compare(case, *found, *formula(replace(case, context=130), q, k[:, :130], v[:, :130]))
