@@ -67,6 +67,14 @@ def test_values_in_more_orders(case: Case, seed: int):
         assert error(got[name], want) <= limit(case, name, want), name
 
 
+def test_values_of_forms_that_are_not_chosen(monkeypatch: pytest.MonkeyPatch):
+    """With a map no tile of a program follows another, whose first product could be ahead."""
+    monkeypatch.setattr(attention_hopper, "AHEAD", True)
+    monkeypatch.setitem(attention_hopper_backward.PARTS, 128, 64)
+    assert attention_hopper.configure(128, True).ahead and not attention_hopper.configure(128, True, True).ahead
+    check(QUICK[1], "hopper")
+
+
 HAND_MADE = torch.tensor([
     [[1, 0, 1, 0], [0, 0, 0, 0], [1, 0, 0, 1]],  # the second block of queries sees nothing, nobody the second of keys
     [[0, 0, 0, 0], [0, 0, 1, 0], [1, 0, 0, 0]],  # and of the other key head nobody the last
