@@ -11,6 +11,8 @@ from ._attention_tiles import (
     kept,
     key_range,
     load_rows,
+    load_term,
+    load_terms,
     no_nan,
     planned,
     power,
@@ -70,11 +72,11 @@ def constants(scale, dropout_p, ADDED: tl.constexpr, EXACT: tl.constexpr, ACC: t
 
 
 @triton.jit
-def weights(s, shift, row, col, geo, terms, scale, RIGHT: tl.constexpr, CHECK: tl.constexpr, ADDED: tl.constexpr):
+def weights(s, shift, row, col, geo, terms, loaded, scale, RIGHT: tl.constexpr, CHECK: tl.constexpr, ADDED: tl.constexpr):
     """(exp(logits - lse), d logit / d product if there is a softcap) of products s; all but s broadcast. shift: lse.
 
     shift and scale are in natural units if ADDED, in base-2 ones otherwise."""
-    s, slope = shape_logits(s, row, col, geo, terms, scale, ADDED)
+    s, slope = shape_logits(s, row, col, geo, terms, loaded, scale, ADDED)
     if not ADDED:
         s = s * scale
     p = power(s - shift, ADDED)
@@ -114,14 +116,15 @@ def logit_gradient(p, dp, delta, slope, SOFTCAP: tl.constexpr, GUARD: tl.constex
 
 
 @triton.jit
-def attended(p, cols, seen, geo, terms, BOUNDS: tl.constexpr):
+def attended(p, b, h, col, seen, geo, terms, BN: tl.constexpr, BOUNDS: tl.constexpr):
     """Which keys some row of a tile of weights attends, or may; BOUNDS: `seen` (first, end) bounds them."""
-    mask, mask_row, mask_col, _, _, _, _, _, _ = terms
+    mask, mask_strides, _, _, _, _ = terms
     low, high = seen
+    cols = col + tl.arange(0, BN)
     live = (cols >= low) & (cols < high)
     if mask is not None:
-        if mask_row is None:
-            a = tl.load(mask + cols.to(tl.int64) * mask_col, cols < geo[1], other=0)
+        if mask_strides[2] is None:
+            a = load_term(mask, mask_strides, b, h, 0, col, 1, geo[1], 1, BN, True, False).reshape(BN)
             if a.dtype == tl.uint8:
                 shown = a != 0
             else:
@@ -173,16 +176,17 @@ def _delta_kernel(
 
 @triton.jit
 def _kv_block(
-    dk, dk2, dv, keys, cols, b, h, row, queries, geo, options, drop, scale,
+    dk, dk2, dv, keys, col, b, h, row, queries, geo, options, drop, scale,
     D: tl.constexpr, DP: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr,
     RIGHT: tl.constexpr, ADDED: tl.constexpr, GUARD: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The sums plus the part of BM query rows of one head."""
+    """The sums plus the part of BM query rows of one head, for the keys from `col` on."""
     kt, kt2, vt = keys
     q, q2, grad_out, delta, shift, segment, first, seq, SEQ, HEADS, q_strides, g_strides = queries
     bh = b * HEADS + h
     rows = row + tl.arange(0, BM)
+    cols = col + tl.arange(0, kt.shape[0])
     ok = rows < seq
     at = bh.to(tl.int64) * SEQ + first
     qt = load_rows(q, b, h, first + row, first + seq, q_strides, BM, D, DP, TMA, True)
@@ -192,17 +196,14 @@ def _kv_block(
         qt2 = load_rows(q2, b, h, first + row, first + seq, q_strides, BM, D, D2, TMA, True, DP)
     sh = tl.load(shift + at + rows, ok, other=float("inf"))
     de = tl.load(delta + at + rows, ok, other=0.0)
-    s = product(kt, kt2, qt, qt2, D2, PRECISION, ACC)
-    mask, mask_b, mask_h, mask_row, mask_col, bias, bias_b, bias_h, bias_row, bias_col, slopes, slopes_b, cap = options
-    if mask is not None:
-        mask += b.to(tl.int64) * mask_b + h.to(tl.int64) * mask_h
-    if bias is not None:
-        bias += b.to(tl.int64) * bias_b + h.to(tl.int64) * bias_h
+    mask, mask_strides, bias, bias_strides, slopes, slopes_b, cap = options
     if slopes is not None:
         slopes = tl.load(slopes + segment * slopes_b + h).to(ACC)
-    terms = (mask, mask_row, mask_col, bias, bias_row, bias_col, slopes, cap, seq)
+    terms = (mask, mask_strides, bias, bias_strides, slopes, cap)
+    loaded = load_terms(terms, b, h, row, col, seq, geo[1], BM, kt.shape[0], True, True)
+    s = product(kt, kt2, qt, qt2, D2, PRECISION, ACC)
     CHECK: tl.constexpr = RIGHT > 0 or geo[2] is not None
-    p, slope = weights(s, sh[None, :], rows[None, :], cols[:, None], geo, terms, scale, RIGHT, CHECK, ADDED)
+    p, slope = weights(s, sh[None, :], rows[None, :], cols[:, None], geo, terms, loaded, scale, RIGHT, CHECK, ADDED)
     keep = keep_mask(drop, (first + rows)[None, :], cols[:, None], bh)
     dv = added(dv, thinned(p, keep, drop), gt, PRECISION, ACC)
     dp = thinned(product(vt, vt, gt, gt, 0, PRECISION, ACC), keep, drop)
@@ -248,8 +249,8 @@ def _kv_kernel(
     if prefix is not None:
         prefix = tl.load(prefix + b)
     geo = (context - seq, context, left, right, prefix)
-    options = (mask, stride_mb, stride_mh, stride_ms, stride_mk, bias, stride_bb, stride_bh, stride_bs, stride_bk,
-               slopes, stride_ab, cap)  # fmt: skip
+    options = (mask, (stride_mb, stride_mh, stride_ms, stride_mk), bias, (stride_bb, stride_bh, stride_bs, stride_bk), slopes,
+               stride_ab, cap)  # fmt: skip
     queries = (q, q2, grad_out, delta, shift, segment, first, seq, SEQ, KV_HEADS * GROUP,
                (stride_qb, stride_qs, stride_qh), (stride_gb, stride_gs, stride_gh))  # fmt: skip
     k_strides = (stride_kb, stride_ks, stride_kh)
@@ -271,7 +272,7 @@ def _kv_kernel(
         for i in tl.range(0, GROUP * per, num_stages=NS):  # one loop over the group's heads, so that loads pipeline across them
             g = i // per
             row = (begin + i - g * per) * BM
-            dk, dk2, dv = _kv_block(dk, dk2, dv, keys, cols, b, kvh * GROUP + g, row, queries, geo, options, drop, scale,
+            dk, dk2, dv = _kv_block(dk, dk2, dv, keys, tile * BN, b, kvh * GROUP + g, row, queries, geo, options, drop, scale,
                                     D, DP, D2, DV, DVP, BM, RIGHT, ADDED, GUARD, TMA, ACC, PRECISION)  # fmt: skip
     else:
         for g in tl.range(0, GROUP, num_stages=1):
@@ -280,7 +281,7 @@ def _kv_kernel(
             blocks = lists + at * stride_lq
             for i in tl.range(0, tl.load(counts + at) * (128 // BM), num_stages=NS):
                 row = tl.load(blocks + i // (128 // BM)) * 128 + i % (128 // BM) * BM
-                dk, dk2, dv = _kv_block(dk, dk2, dv, keys, cols, b, h, row, queries, geo, options, drop, scale,
+                dk, dk2, dv = _kv_block(dk, dk2, dv, keys, tile * BN, b, h, row, queries, geo, options, drop, scale,
                                         D, DP, D2, DV, DVP, BM, RIGHT, ADDED, GUARD, TMA, ACC, PRECISION)  # fmt: skip
     if used is not None:  # keys past the context, perhaps NaN
         dk = no_nan(dk, cols < context)
@@ -305,9 +306,10 @@ def _q_block(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The sums plus the part of key block n. CHECK: the block may reach past what every row sees; seen: what some row sees."""
-    qt, qt2, gt, sh, de, bh, q_first = tiles
+    qt, qt2, gt, sh, de, h, bh, q_first, row, seq = tiles
     k, k2, v, b, kvh, first, k_strides, v_strides = keys
     context = geo[1]
+    loaded = load_terms(terms, b, h, row, n * BN, seq, context, rows.shape[0], BN, CHECK, False)
     cols = n * BN + tl.arange(0, BN)
     kt = load_rows(k, b, kvh, first + n * BN, first + context, k_strides, BN, D, DP, TMA, CHECK)
     vt = load_rows(v, b, kvh, first + n * BN, first + context, v_strides, BN, DV, DVP, TMA, CHECK)
@@ -316,12 +318,12 @@ def _q_block(
         kt2 = load_rows(k2, b, kvh, first + n * BN, first + context, k_strides, BN, D, D2, TMA, CHECK, DP)
     s = product(qt, qt2, kt, kt2, D2, PRECISION, ACC)
     dp = product(gt, gt, vt, vt, 0, PRECISION, ACC)
-    p, slope = weights(s, sh[:, None], rows[:, None], cols[None, :], geo, terms, scale, RIGHT, CHECK, ADDED)
+    p, slope = weights(s, sh[:, None], rows[:, None], cols[None, :], geo, terms, loaded, scale, RIGHT, CHECK, ADDED)
     keep = keep_mask(drop, (q_first + rows)[:, None], cols[None, :], bh)
     UNSEEN: tl.constexpr = (GUARD and CHECK) or terms[0] is not None
-    ds = logit_gradient(p, thinned(dp, keep, drop), de[:, None], slope, terms[7] is not None, UNSEEN)
+    ds = logit_gradient(p, thinned(dp, keep, drop), de[:, None], slope, terms[5] is not None, UNSEEN)
     if UNSEEN:
-        live = attended(p, cols, seen, geo, terms, GUARD and CHECK)
+        live = attended(p, b, h, n * BN, seen, geo, terms, BN, GUARD and CHECK)
         kt = no_nan(kt, live)
         if D2:
             kt2 = no_nan(kt2, live)
@@ -359,13 +361,9 @@ def _q_kernel(
     if prefix is not None:
         prefix = tl.load(prefix + b)
     geo = (context - seq, context, left, right, prefix)
-    if mask is not None:
-        mask += b.to(tl.int64) * stride_mb + h.to(tl.int64) * stride_mh
-    if bias is not None:
-        bias += b.to(tl.int64) * stride_bb + h.to(tl.int64) * stride_bh
     if slopes is not None:
         slopes = tl.load(slopes + segment * stride_ab + h, context > 0, other=0.0).to(ACC)
-    terms = (mask, stride_ms, stride_mk, bias, stride_bs, stride_bk, slopes, cap, seq)
+    terms = (mask, (stride_mb, stride_mh, stride_ms, stride_mk), bias, (stride_bb, stride_bh, stride_bs, stride_bk), slopes, cap)
     keys = (k, k2, v, b, kvh, first, (stride_kb, stride_ks, stride_kh), (stride_vb, stride_vs, stride_vh))
     q_strides = (stride_qb, stride_qs, stride_qh)
     row = q_first + tile * BM
@@ -380,7 +378,7 @@ def _q_kernel(
         qt2 = load_rows(q2, b, h, row, q_first + seq, q_strides, BM, D, D2, TMA, True, DP)
     sh = tl.load(shift + at, rows < seq, other=float("inf"))
     de = tl.load(delta + at, rows < seq, other=0.0)
-    tiles = (qt, qt2, gt, sh, de, bh, q_first)
+    tiles = (qt, qt2, gt, sh, de, h, bh, q_first, tile * BM, seq)
     # Keys of a masked block that no row of the tile sees may hold NaN.
     RAGGED: tl.constexpr = TMA and used is not None
     GUARD: tl.constexpr = RAGGED or RIGHT == 2 or left is not None or prefix is not None or lists is not None

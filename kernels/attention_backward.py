@@ -309,7 +309,9 @@ def launch(
 
     def go(kernel: Any, which: str, results: tuple[Tensor, ...], schedule: Tensor | None, grid: int, counts: tuple[int, ...],
            **more: bool) -> None:  # fmt: skip
-        config, facts = configs[which], shared.launch_facts(args, by_key=which == "kv")
+        config = configs[which]
+        box = shared.term_box(target, config.block_m, config.block_n, config.num_stages)
+        facts = shared.launch_facts(args, by_key=which == "kv", box=box)
         mask_, bias_, _, slopes, numbers, lists, prefix, used, _, _, _, _, seed_ = facts.tensors
         _launch(
             kernel, (grid,),

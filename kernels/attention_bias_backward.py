@@ -13,10 +13,11 @@ from torch import Tensor
 
 from . import _attention as shared
 from ._attention_gradients import bounded, constants, keep_mask, logit_gradient, product, thinned, weights
-from ._attention_tiles import load_rows, power, row_range
+from ._attention_tiles import load_rows, load_terms, power, row_range
 from ._lang import cdiv, tl, triton
 from ._launch import launch as _launch
 from ._spec import Args, Sizes
+from ._target import target_of
 
 SINK_ROWS = 1024
 
@@ -31,17 +32,15 @@ def _bias_block(
     """The total plus the gradients of the logits in tile (m, n) of one batch entry and head."""
     q, q2, k, k2, v, grad_out, delta, shift = operands
     q_strides, k_strides, v_strides, g_strides = strides
-    mask, mask_b, mask_h, mask_row, mask_col, bias, bias_b, bias_h, bias_row, bias_col, slopes, slopes_b, cap = options
+    mask, mask_strides, bias, bias_strides, slopes, slopes_b, cap = options
     context, broken = bounded(used, b, CONTEXT, b)
     if prefix is not None:
         prefix = tl.load(prefix + b)
     geo = (context - SEQ, context, left, right, prefix)
-    if mask is not None:
-        mask += b.to(tl.int64) * mask_b + h.to(tl.int64) * mask_h
-    bias += b.to(tl.int64) * bias_b + h.to(tl.int64) * bias_h
     if slopes is not None:
         slopes = tl.load(slopes + b * slopes_b + h).to(ACC)
-    terms = (mask, mask_row, mask_col, bias, bias_row, bias_col, slopes, cap, SEQ)
+    terms = (mask, mask_strides, bias, bias_strides, slopes, cap)
+    loaded = load_terms(terms, b, h, m * BM, n * BN, SEQ, context, BM, BN, True, False)
     rows = m * BM + tl.arange(0, BM)
     cols = n * BN + tl.arange(0, BN)
     qt = load_rows(q, b, h, m * BM, SEQ, q_strides, BM, D, DP, TMA, True)
@@ -58,7 +57,7 @@ def _bias_block(
     de = tl.load(delta + at, rows < SEQ, other=0.0)
     s = product(qt, qt2, kt, kt2, D2, PRECISION, ACC)
     dp = product(gt, gt, vt, vt, 0, PRECISION, ACC)
-    p, _ = weights(s, sh[:, None], rows[:, None], cols[None, :], geo, terms, scale, RIGHT, True, True)
+    p, _ = weights(s, sh[:, None], rows[:, None], cols[None, :], geo, terms, loaded, scale, RIGHT, True, True)
     if block_map is not None:
         map_b, map_h, map_row, map_col = map_strides
         entry = b.to(tl.int64) * map_b + h * map_h + (m * BM // 128) * map_row + (n * BN // 128) * map_col
@@ -88,8 +87,8 @@ def _bias_kernel(
     if seed is not None:
         seed = tl.load(seed)
     drop = (seed, dropout_p, gain)
-    options = (mask, stride_mb, stride_mh, stride_ms, stride_mk, bias, stride_bb, stride_bh, stride_bs, stride_bk,
-               slopes, stride_ab, cap)  # fmt: skip
+    options = (mask, (stride_mb, stride_mh, stride_ms, stride_mk), bias, (stride_bb, stride_bh, stride_bs, stride_bk), slopes,
+               stride_ab, cap)  # fmt: skip
     operands = (q, q2, k, k2, v, grad_out, delta, shift)
     strides = ((stride_qb, stride_qs, stride_qh), (stride_kb, stride_ks, stride_kh), (stride_vb, stride_vs, stride_vh),
                (stride_gb, stride_gs, stride_gh))  # fmt: skip
@@ -163,7 +162,9 @@ def _sinks_kernel(
 def launch_bias(args: Args, sizes: Sizes, operands: list[Any], delta: Tensor, shift: Tensor, grad_bias: Tensor,
                 strides: list[int], config: Any, constexprs: dict[str, Any]) -> None:  # fmt: skip
     """grad_bias, in tiles of config; operands, strides and constexprs as attention_backward.py makes them for it."""
-    facts = shared.launch_facts({**args, "block_map": None}, by_key=False)
+    stages = min(2, config.num_stages)  # of four tiles each, where the kernel that the config is of has two
+    box = shared.term_box(target_of(grad_bias.device), config.block_m, config.block_n, stages)
+    facts = shared.launch_facts({**args, "block_map": None}, by_key=False, box=box)
     mask, bias, _, slopes, _, _, prefix, used, _, _, _, _, seed = facts.tensors
     batch, heads, rows, keys = grad_bias.shape
     block_map, map_strides = args["block_map"], [0, 0, 0, 0]
@@ -172,7 +173,6 @@ def launch_bias(args: Args, sizes: Sizes, operands: list[Any], delta: Tensor, sh
         block_map = block_map.view(torch.uint8)
     seq, context = sizes["seq"], sizes["k_len"]
     one_row, one_key = rows == 1, keys == 1
-    stages = min(2, config.num_stages)  # of four tiles each, where the kernel that the config is of has two
     tiles = (1 if one_row else cdiv(seq, config.block_m)) * (1 if one_key else cdiv(context, config.block_n))
     _launch(
         _bias_kernel, (batch * heads * tiles,),
