@@ -116,6 +116,15 @@ def logit_gradient(p, dp, delta, slope, SOFTCAP: tl.constexpr, GUARD: tl.constex
 
 
 @triton.jit
+def store_logit_gradient(x, ds, row, col, seq, CONTEXT, BM: tl.constexpr, BN: tl.constexpr):
+    """ds `BM BN` into x, `seq CONTEXT`, from `row` and `col` on."""
+    r = row + tl.arange(0, BM)
+    c = col + tl.arange(0, BN)
+    at = x + r.to(tl.int64)[:, None] * CONTEXT + c[None, :]
+    tl.store(at, ds.to(x.dtype.element_ty), (r < seq)[:, None] & (c < CONTEXT)[None, :])
+
+
+@triton.jit
 def attended(p, b, h, col, seen, geo, terms, BN: tl.constexpr, BOUNDS: tl.constexpr):
     """Which keys some row of a tile of weights attends, or may; BOUNDS: `seen` (first, end) bounds them."""
     mask, mask_strides, _, _, _, _ = terms
@@ -305,8 +314,9 @@ def _q_block(
     RIGHT: tl.constexpr, ADDED: tl.constexpr, GUARD: tl.constexpr, TMA: tl.constexpr, CHECK: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The sums plus the part of key block n. CHECK: the block may reach past what every row sees; seen: what some row sees."""
-    qt, qt2, gt, sh, de, h, bh, q_first, row, seq = tiles
+    """The sums plus the part of key block n. CHECK: the block may reach past what every row sees; seen: what some row sees.
+    The gradients of its logits go to the last but one of `tiles` too, if that is not None."""
+    qt, qt2, gt, sh, de, h, bh, q_first, row, seq, grads, CONTEXT = tiles
     k, k2, v, b, kvh, first, k_strides, v_strides = keys
     context = geo[1]
     loaded = load_terms(terms, b, h, row, n * BN, seq, context, rows.shape[0], BN, CHECK, False)
@@ -321,7 +331,11 @@ def _q_block(
     p, slope = weights(s, sh[:, None], rows[:, None], cols[None, :], geo, terms, loaded, scale, RIGHT, CHECK, ADDED)
     keep = keep_mask(drop, (q_first + rows)[:, None], cols[None, :], bh)
     UNSEEN: tl.constexpr = (GUARD and CHECK) or terms[0] is not None
-    ds = logit_gradient(p, thinned(dp, keep, drop), de[:, None], slope, terms[5] is not None, UNSEEN)
+    dp = thinned(dp, keep, drop)
+    ds = logit_gradient(p, dp, de[:, None], slope, terms[5] is not None, UNSEEN)
+    if grads is not None:  # of the bias: before softcap
+        given = ds if terms[5] is None else logit_gradient(p, dp, de[:, None], slope, False, UNSEEN)
+        store_logit_gradient(grads, given, row, n * BN, seq, CONTEXT, rows.shape[0], BN)
     if UNSEEN:
         live = attended(p, b, h, n * BN, seen, geo, terms, BN, GUARD and CHECK)
         kt = no_nan(kt, live)
@@ -335,7 +349,7 @@ def _q_block(
 
 @triton.jit(do_not_specialize=["SECTION", "left", "right"])
 def _q_kernel(
-    q, q2, k, k2, v, grad_out, delta, shift, grad_q, mask, bias, slopes, counts, lists, prefix, used, seed, schedule,
+    q, q2, k, k2, v, grad_out, delta, shift, grad_q, grads, mask, bias, slopes, counts, lists, prefix, used, seed, schedule,
     scale, cap, dropout_p, left, right, SEQ, CONTEXT, HEADS, GROUP, BATCH_HEADS, SECTION,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_gb, stride_gs, stride_gh, stride_mb, stride_mh, stride_ms, stride_mk, stride_bb, stride_bh, stride_bs, stride_bk,
@@ -344,6 +358,7 @@ def _q_kernel(
     NS: tl.constexpr, RIGHT: tl.constexpr, ADDED: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
+    """grads: None, or `batch heads SEQ CONTEXT` for the gradients of the logits, which every program fills for its rows."""
     bh, slot = slot_of(schedule, tl.cdiv(SEQ, BM), BATCH_HEADS, SECTION)
     b = bh // HEADS
     h = bh % HEADS
@@ -378,7 +393,9 @@ def _q_kernel(
         qt2 = load_rows(q2, b, h, row, q_first + seq, q_strides, BM, D, D2, TMA, True, DP)
     sh = tl.load(shift + at, rows < seq, other=float("inf"))
     de = tl.load(delta + at, rows < seq, other=0.0)
-    tiles = (qt, qt2, gt, sh, de, h, bh, q_first, tile * BM, seq)
+    if grads is not None:
+        grads += bh.to(tl.int64) * SEQ * CONTEXT
+    tiles = (qt, qt2, gt, sh, de, h, bh, q_first, tile * BM, seq, grads, CONTEXT)
     # Keys of a masked block that no row of the tile sees may hold NaN.
     RAGGED: tl.constexpr = TMA and used is not None
     GUARD: tl.constexpr = RAGGED or RIGHT == 2 or left is not None or prefix is not None or lists is not None
@@ -403,6 +420,14 @@ def _q_kernel(
         for n in tl.range(full, end, num_stages=EDGES):
             dq, dq2 = _q_block(dq, dq2, n, rows, seen, tiles, keys, geo, terms, drop, scale,
                                D, DP, D2, DV, DVP, BN, RIGHT, ADDED, GUARD, TMA, True, ACC, PRECISION)  # fmt: skip
+        if grads is not None and (RIGHT or left is not None):
+            blocks = tl.cdiv(CONTEXT, BN)
+            none = tl.zeros([BM, BN], ACC)
+            begin = tl.minimum(begin, blocks)
+            for n in tl.range(0, begin, num_stages=1):
+                store_logit_gradient(grads, none, tile * BM, n * BN, seq, CONTEXT, BM, BN)
+            for n in tl.range(tl.maximum(begin, end), blocks, num_stages=1):
+                store_logit_gradient(grads, none, tile * BM, n * BN, seq, CONTEXT, BM, BN)
     else:
         in_map = b.to(tl.int64) * stride_lb + h.to(tl.int64) * stride_lh + tile * BM // 128
         blocks = lists + in_map * stride_lq

@@ -11,7 +11,8 @@ seqused_k. Lengths that make no sense give NaN gradients.
 
 Launches: delta (and shift, lse in the units of the logits), then grad_k and grad_v with one program per key tile, then
 grad_q with one program per query tile, then those of attention_bias_backward.py. Nothing is accumulated in memory, so equal
-inputs give equal bits; the price is 7 matrix products instead of 5.
+inputs give equal bits; the price is 7 matrix products instead of 5. The grad_q kernel writes grad_bias too where that has every
+axis, and where only batch or heads are one and the scratch is not too much, what is summed to it.
 
 HBM, in elements: delta reads out, grad_out and lse and writes delta and shift; each of the others reads q, k, v, the options,
 grad_out, delta and shift and writes its gradients; sinks reads delta, shift and the sinks.
@@ -39,9 +40,12 @@ from ._launch import contiguous_last, descriptor, for_tma, on_device
 from ._launch import launch as _launch
 from ._spec import Args, Op, Sizes, Spec, Stage, Write, flag
 from ._target import Target, target_of
-from .attention_bias_backward import launch_bias, launch_sinks
+from .attention_bias_backward import launch_bias, launch_sinks, sum_logits
 
 DELTA_ROWS = 32
+# Bytes of scratch for the gradients of all logits, which are then summed to that of a bias. More are summed by a kernel that
+# computes them once more.
+MOST_LOGITS = 2**30
 _ANY = flag("need_q", "need_k", "need_v", "need_bias", "need_sinks")
 # The forward's arguments that a backward takes, in order; all of the op's.
 _TAKES = tuple(n for n in shared.READS if n not in ("block_table", "q_scale", "k_scale", "v_scale"))
@@ -97,6 +101,7 @@ def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
         found.update(zip(("bias_batch", "bias_heads", "bias_rows", "bias_keys"), args["bias"].shape))
     if any(isinstance(n, torch.SymInt) for n in sizes.values()):
         return found  # in a trace for any length no result has the axes of scratch
+    found.update(_logit_gradients({**sizes, **found}, args))
     packed = args["cu_seqlens_q"] is not None
     if skeleton_of(args, backward=True).hopper:
         axes = attention_hopper_backward.buffer_axes({**sizes, **found}, packed)
@@ -106,6 +111,22 @@ def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
         return {**found, **axes}
     found["delta_rows"] = sizes["seq"]
     return {**found, **_schedules({**sizes, **found}, args)} if packed else found
+
+
+def _logit_gradients(sizes: Sizes, args: Args) -> dict[str, int]:
+    """Axes that tell how grad_bias is made: by the grad_q kernel ("bias_by_q"), from what that kernel writes of every logit
+    ("logits_batch"), or, without any, by a kernel of its own."""
+    bias, itemsize = args["bias"], args["q"].element_size()
+    if not (args["need_bias"] and args["need_q"]) or bias is None or shared.given(args, "block_map", "seqused_k"):
+        return {}
+    batch, heads, seq, keys = (sizes[axis] for axis in ("batch", "heads", "seq", "k_len"))
+    if tuple(bias.shape[2:]) != (seq, keys):
+        return {}
+    if tuple(bias.shape[:2]) == (batch, heads):
+        return {"bias_by_q": 1}
+    if bias.element_size() > itemsize or batch * heads * seq * keys * itemsize > MOST_LOGITS:
+        return {}
+    return {"logits_batch": batch}
 
 
 _BOUNDS = ("cu_seqlens_q", "cu_seqlens_k")
@@ -133,6 +154,7 @@ SPEC = Spec(
         "sums": Write("sums_rows sums_columns", "float32", flag("need_q")),
         "q_plan": Write("hopper_q_slots columns", "int32"),
         "k_plan": Write("hopper_k_slots columns", "int32"),
+        "logits": Write("logits_batch heads seq k_len", "q", flag("need_bias")),
     },
     stages=(
         Stage("attention_backward_q_schedule", _BOUNDS, ("q_plan",), lambda s, a: 0),
@@ -147,8 +169,13 @@ SPEC = Spec(
         Stage("attention_backward_k_schedule", _BOUNDS, ("k_schedule",), lambda s, a: 0),
         Stage("attention_backward_kv", (*_OPERANDS, "k_schedule"), ("grad_k", "grad_v"), _kv_flops, "delta"),
         Stage("attention_backward_q_schedule", _BOUNDS, ("q_schedule",), lambda s, a: 0),
-        Stage("attention_backward_q", (*_OPERANDS, "q_schedule"), ("grad_q",), _q_flops, "delta"),
-        Stage("attention_backward_bias", _OPERANDS, ("grad_bias",), _bias_flops),
+        Stage("attention_backward_q", (*_OPERANDS, "q_schedule"), ("grad_q", "logits"), _q_flops, "delta",
+              lambda s: "bias_by_q" not in s),
+        Stage("attention_backward_q", _OPERANDS, ("grad_q", "grad_bias"), _q_flops, "delta", lambda s: "bias_by_q" in s),
+        Stage("attention_backward_bias", _OPERANDS, ("grad_bias",), _bias_flops, "",
+              lambda s: not {"bias_by_q", "logits_batch"} & s.keys()),
+        Stage("attention_backward_bias", ("logits",), ("grad_bias",),
+              lambda s, a: s["batch"] * s["heads"] * s["seq"] * s["k_len"], "logits"),
         Stage("attention_backward_sinks", ("sinks", "stats|delta", "shift"), ("grad_sinks",),
               lambda s, a: 3 * s["batch"] * s["heads"] * s["seq"]),
     ),
@@ -293,9 +320,10 @@ def launch(
     grad_q, grad_k, grad_v, grad_bias, grad_sinks = grads
     scratch = SPEC.empty_scratch(args, sizes)
     if "stats_numbers" in sizes:
-        _launch_hopper(args, (grad_q, grad_k, grad_v, grad_sinks), scratch[4:])
+        _launch_hopper(args, (grad_q, grad_k, grad_v, grad_sinks), scratch[4:8])
         return grads
-    delta, shift, k_schedule, q_schedule = scratch[:4]
+    delta, shift, k_schedule, q_schedule, *_, logits = scratch
+    by_q = grad_bias if "bias_by_q" in sizes else logits if "logits_batch" in sizes else None
     batch, seq, heads, kv_heads, context = (sizes[axis] for axis in ("batch", "seq", "heads", "kv_heads", "k_len"))
     *tensors, out = shared.dense_rows(q, k, v, grad_out, out)
     target = target_of(q.device)
@@ -307,7 +335,7 @@ def launch(
     numerics, added = shared.numerics(args, target), shared.adds(args)
     strides = [stride for t in tensors for stride in shared.row_strides(t, tma)]
 
-    def go(kernel: Any, which: str, results: tuple[Tensor, ...], schedule: Tensor | None, grid: int, counts: tuple[int, ...],
+    def go(kernel: Any, which: str, results: tuple[Any, ...], schedule: Tensor | None, grid: int, counts: tuple[int, ...],
            **more: bool) -> None:  # fmt: skip
         config = configs[which]
         box = shared.term_box(target, config.block_m, config.block_n, config.num_stages)
@@ -339,9 +367,11 @@ def launch(
             if cu_seqlens_q is not None and cu_seqlens_k is not None:
                 tiles.schedule(cu_seqlens_q, cu_seqlens_k, None, seq, context, configs["q"].block_m, q_schedule)
             slots = q_schedule.shape[0] if packed else cdiv(seq, configs["q"].block_m)
-            go(_q_kernel, "q", (grad_q,), q_schedule if packed else None, slots * batch * heads,
+            go(_q_kernel, "q", (grad_q, by_q), q_schedule if packed else None, slots * batch * heads,
                (heads, sizes["group"], batch * heads, shared.section(sizes, args, target)))  # fmt: skip
-        if need_bias:
+        if "logits_batch" in sizes:
+            sum_logits(logits, grad_bias, numerics["ACC"])
+        elif need_bias and by_q is None:
             launch_bias(args, sizes, _operands(tensors, configs["q"], d, tma), delta, shift, grad_bias, strides, configs["q"],
                         {**d, "TMA": tma, **numerics})  # fmt: skip
         if need_sinks and sinks is not None:
