@@ -284,17 +284,25 @@ def term_box(target: Target, rows: int, keys: int, num_stages: int) -> tuple[int
     return (rows, keys) if target.tma and num_stages > 1 else None
 
 
+def _unexpanded(t: Tensor) -> Tensor:
+    """A mask or bias with batch and heads of size 1 where all are alike."""
+    b, h, _, _ = _strides(t)
+    return t[: None if b else 1, : None if h else 1]
+
+
+def takes_tma(t: Tensor) -> bool:
+    """Whether TMA can load tiles of a mask or bias: it has rows, and they lie as TMA wants them."""
+    return _strides(t)[2] is not None and tma_ready(_unexpanded(t))
+
+
 def _term(t: Tensor | None, box: tuple[int, int] | None) -> tuple[Any, tuple[Any, ...]]:
     """(tensor or descriptor, strides) of a mask or bias as the kernels take them, see _attention_tiles.py.
 
     Rows of a box are 128 bytes at least: of narrower ones beside wide ones triton 3.6 has made wrong sums (see dims)."""
     strides = _strides(t)
-    if t is None or box is None or strides[2] is None or box[1] * t.element_size() < 128:
+    if t is None or box is None or box[1] * t.element_size() < 128 or not takes_tma(t):
         return t, strides
-    t, *axes = t[: None if strides[0] else 1, : None if strides[1] else 1], *(int(s != 0) for s in strides[:2])
-    if not tma_ready(t):
-        return t, strides
-    return descriptor(t, [1, 1, *box]), (*axes, 0, None)
+    return descriptor(_unexpanded(t), [1, 1, *box]), (*(int(s != 0) for s in strides[:2]), 0, None)
 
 
 def _batch_stride(t: Tensor | None) -> int:

@@ -84,8 +84,8 @@ def flag(*names: str) -> Callable[[Args], bool]:
 @dataclass(frozen=True)
 class Stage:
     """One launch of an op, made where something that it reads and something that it writes exist, and the scratch `beside`, and
-    `when` says so of the axes. Names are arguments, results or scratch ("A|B": the first of them that exists); flops(sizes, args) -> model FLOPs or (model,
-    executed)."""
+    where `when` says so of the axes. Names are arguments, results or scratch ("A|B": the first of them that exists);
+    flops(sizes, args) -> model FLOPs or (model, executed)."""
 
     name: str
     reads: tuple[str, ...]

@@ -193,7 +193,7 @@ class Config:
 
 
 # What a kernel's registers have to hold besides the plain form, from little to much.
-LEVELS = ("plain", "bounded", "segments", "shaped", "tiled", "costly")
+LEVELS = ("plain", "bounded", "segments", "shaped", "biased", "tiled", "costly")
 Pair = tuple[Config, Config]
 Numbers = tuple[int, int, int, int]
 # (columns of q or v at most, bytes an element at most, configs of the kv and of the q kernel by level); first match wins.
@@ -219,6 +219,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
     "hopper": (
         _row(64, 2, plain=((64, 64, 4, 2), (64, 64, 4, 3))),
         _row(128, 2, plain=((64, 64, 4, 2), (128, 64, 8, 3)), segments=((32, 64, 4, 3), (128, 64, 8, 3)),
+             biased=((64, 64, 4, 2), (64, 64, 4, 2)),
              tiled=((32, 64, 4, 3), (128, 32, 8, 2)), costly=((32, 64, 4, 3), (64, 32, 4, 2))),
         _row(256, 2, plain=((32, 64, 8, 2), (64, 64, 4, 2)), bounded=((32, 64, 8, 2), (64, 32, 8, 2))),
         _row(512, 2, plain=((16, 32, 8, 1), (64, 32, 8, 1))),  # spills around its loops
@@ -261,9 +262,10 @@ def configure(head_dim: int, itemsize: int, level: str, target: Target) -> Pair:
     return next(pairs[level] for d, size, pairs in rows if head_dim <= d and itemsize <= size)
 
 
-def level_of(args: Args) -> str:
-    """bounded: by more than causal; segments: packed or a block map; shaped: one option that changes logits; tiled: it is a
-    number for every query and key; costly: several, or dropout."""
+def level_of(args: Args, target: Target) -> str:
+    """bounded: by more than causal; segments: packed or a block map; shaped: one option that changes logits; biased: it is a bias
+    for every query and key, of 16 bits, that TMA loads; tiled: another number for every query and key; costly: several, or
+    dropout."""
     shaping = [args[n] for n in ("mask", "bias", "alibi_slopes") if args[n] is not None]
     n = len(shaping) + (args["softcap"] > 0) + (args["block_map"] is not None)
     if args["dropout_p"] > 0 or n > 1:
@@ -272,12 +274,16 @@ def level_of(args: Args) -> str:
         if shared.given(args, "cu_seqlens_q", "block_map"):
             return "segments"
         return "bounded" if args["left"] >= 0 or shared.given(args, "seqused_k", "prefix_lens") else "plain"
-    return "tiled" if any(t.dim() == 4 and t.shape[2] > 1 for t in shaping) else "shaped"
+    if not any(t.dim() == 4 and t.shape[2] > 1 for t in shaping):
+        return "shaped"
+    bias = args["bias"]
+    by_tma = target.tma and bias is not None and bias.element_size() == 2 and shared.takes_tma(bias)
+    return "biased" if by_tma else "tiled"
 
 
 def _configs(sizes: Sizes, args: Args) -> Pair:
     target = target_of(args["q"].device)
-    return configure(max(sizes["head_dim"], sizes["v_dim"]), args["q"].element_size(), level_of(args), target)
+    return configure(max(sizes["head_dim"], sizes["v_dim"]), args["q"].element_size(), level_of(args, target), target)
 
 
 CONFIGS = tuple(dict.fromkeys(pair for rows in TABLE.values() for row in rows for pair in row[2].values()))
