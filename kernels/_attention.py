@@ -400,13 +400,24 @@ def reach(sizes: Sizes, args: Args) -> int:
     return min(sizes["context"], window)
 
 
-def section(sizes: Sizes, args: Args, target: Target, by_key: bool = False) -> int:
+def section(sizes: Sizes, args: Args, target: Target, by_key: bool = False) -> tuple[int, int]:
     """How many (batch entry, head) pairs go through their tiles together: few, so that L2 keeps what they share; by_key how many
-    (batch entry, key head) pairs. H200, 2026-11-29, causal B4 S4096: 8 heads 1.20 ms, 16 1.21, 32 1.27, 64 1.29, all 1.33."""
+    (batch entry, key head) pairs. And of how many batch entries, see _attention_tiles.entry_of.
+
+    H200, 2026-11-29, causal B4 S4096: 8 heads 1.20 ms, 16 1.21, 32 1.27, 64 1.29, all 1.33."""
+    group, n = 1 if by_key else sizes["group"], together(sizes, args)
+    pairs = max(1, 8 // group) * group
     if by_key:
         rows = args["q"].element_size() * sizes["seq"] * sizes["group"] * (sizes["head_dim"] + sizes["v_dim"])
-        return max(1, min(4, target.l2_bytes // 2 // max(1, rows)))
-    return max(1, 8 // sizes["group"]) * sizes["group"]
+        pairs = max(1, min(4, target.l2_bytes // 2 // max(1, rows)))
+    return (pairs if n == 1 else max(1, pairs // (n * group)) * n * group), n
+
+
+def together(sizes: Sizes, args: Args) -> int:
+    """How many batch entries share tiles of a mask or bias, 8 at most and a divisor of all; not measured."""
+    if not any(t is not None and (s := _strides(t))[2] is not None and s[0] == 0 for t in (args["mask"], args["bias"])):
+        return 1
+    return max(n for n in range(1, 9) if sizes["batch"] % n == 0)
 
 
 def dense_rows(*tensors: Tensor) -> list[Tensor]:

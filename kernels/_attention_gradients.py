@@ -8,6 +8,7 @@ return None: absent second columns of a tile are some other tile, and D2 is 0.
 from __future__ import annotations
 
 from ._attention_tiles import (
+    entry_of,
     kept,
     key_range,
     load_rows,
@@ -235,7 +236,7 @@ def _store_rows(x, total, at, ok, broken, BREAKS: tl.constexpr, COL: tl.constexp
 @triton.jit(do_not_specialize=["SECTION", "left", "right"])
 def _kv_kernel(
     q, q2, k, k2, v, grad_out, delta, shift, grad_k, grad_v, mask, bias, slopes, counts, lists, prefix, used, seed, schedule,
-    scale, cap, dropout_p, left, right, SEQ, CONTEXT, KV_HEADS, GROUP, BATCH_KV, SECTION,
+    scale, cap, dropout_p, left, right, SEQ, CONTEXT, KV_HEADS, GROUP, BATCH_KV, SECTION, TOGETHER,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_gb, stride_gs, stride_gh, stride_mb, stride_mh, stride_ms, stride_mk, stride_bb, stride_bh, stride_bs, stride_bk,
     stride_ab, stride_lb, stride_lh, stride_lq,
@@ -244,8 +245,7 @@ def _kv_kernel(
     ACC: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     bh, slot = slot_of(schedule, tl.cdiv(CONTEXT, BN), BATCH_KV, SECTION)  # longest first when causal
-    b = bh // KV_HEADS
-    kvh = bh % KV_HEADS
+    b, kvh = entry_of(bh, KV_HEADS, 1, TOGETHER)
     tile, k_first, context, first, seq, segment = place(schedule, slot, b, CONTEXT, SEQ, BN)
     limit = context  # of the keys to write
     context, broken = bounded(used, b, context, segment)
@@ -350,7 +350,7 @@ def _q_block(
 @triton.jit(do_not_specialize=["SECTION", "left", "right"])
 def _q_kernel(
     q, q2, k, k2, v, grad_out, delta, shift, grad_q, grads, mask, bias, slopes, counts, lists, prefix, used, seed, schedule,
-    scale, cap, dropout_p, left, right, SEQ, CONTEXT, HEADS, GROUP, BATCH_HEADS, SECTION,
+    scale, cap, dropout_p, left, right, SEQ, CONTEXT, HEADS, GROUP, BATCH_HEADS, SECTION, TOGETHER,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_gb, stride_gs, stride_gh, stride_mb, stride_mh, stride_ms, stride_mk, stride_bb, stride_bh, stride_bs, stride_bk,
     stride_ab, stride_lb, stride_lh, stride_lq,
@@ -360,8 +360,8 @@ def _q_kernel(
 ):  # fmt: skip
     """grads: None, or `batch heads SEQ CONTEXT` for the gradients of the logits, which every program fills for its rows."""
     bh, slot = slot_of(schedule, tl.cdiv(SEQ, BM), BATCH_HEADS, SECTION)
-    b = bh // HEADS
-    h = bh % HEADS
+    b, h = entry_of(bh, HEADS, GROUP, TOGETHER)
+    bh = b * HEADS + h
     kvh = h // GROUP
     tile, q_first, seq, first, context, segment = place(schedule, slot, b, SEQ, CONTEXT, BM)
     if RIGHT and schedule is None:

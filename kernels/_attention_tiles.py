@@ -70,6 +70,17 @@ def section_order(pid, num_tiles, HEADS, SECTION):
 
 
 @triton.jit
+def entry_of(i, HEADS, GROUP, TOGETHER):
+    """(batch entry, head) number i: heads of a batch entry after each other or, with TOGETHER > 1, first all of one group in so
+    many batch entries, so that L2 keeps the mask or bias that they share."""
+    unit = TOGETHER * GROUP
+    n = i // unit
+    r = i - n * unit
+    groups = HEADS // GROUP
+    return n // groups * TOGETHER + r // GROUP, n % groups * GROUP + r % GROUP
+
+
+@triton.jit
 def visible(row, col, geo, RIGHT: tl.constexpr):
     """Whether the query at `row` sees the key at `col`; they broadcast to each other. RIGHT: 0 all, 1 causal, 2 a window."""
     offset, context, left, right, prefix = geo

@@ -255,8 +255,8 @@ def _accumulate(
 @triton.jit(do_not_specialize=["BATCH_HEADS", "SECTION", "PAGES", "MAX_PAGES", "left", "right"])
 def _forward_kernel(
     q, k, v, q2, k2, mask, bias, sinks, slopes, counts, lists, prefix, used, block_table, q_scale, k_scale, v_scale, seed,
-    schedule, out, lse, scale, cap, dropout_p, left, right, SEQ, CONTEXT, HEADS, GROUP, BATCH_HEADS, SECTION, PAGES,
-    MAX_PAGES,
+    schedule, out, lse, scale, cap, dropout_p, left, right, SEQ, CONTEXT, HEADS, GROUP, BATCH_HEADS, SECTION, TOGETHER,
+    PAGES, MAX_PAGES,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_mb, stride_mh, stride_ms, stride_mk, stride_bb, stride_bh, stride_bs, stride_bk,
     stride_ab, stride_lb, stride_lh, stride_lq, stride_qc, stride_kc, stride_vc,
@@ -271,8 +271,8 @@ def _forward_kernel(
         tile = pid // BATCH_HEADS
     else:
         bh, tile = tiles.section_order(pid, tl.cdiv(SEQ, BM), BATCH_HEADS, SECTION)
-    b = bh // HEADS
-    h = bh % HEADS
+    b, h = tiles.entry_of(bh, HEADS, GROUP, TOGETHER)
+    bh = b * HEADS + h
     broken = False
     q_start = 0
     k_start = 0
@@ -463,7 +463,7 @@ def launch(
             _forward_kernel, ((cdiv(seq, bm) if schedule is None else schedule.shape[0]) * parallel,),
             (operand(q, bm, d["DP"]), operand(k, bn, d["DP"]), operand(v, bn, d["DVP"]), operand(q, bm, d["D2"]),
              operand(k, bn, d["D2"]), *facts.tensors, schedule, out, lse, *facts.numbers, seq, sizes["context"], heads,
-             sizes["group"], parallel, shared.section(sizes, args, target), sizes["k_batch"], sizes.get("max_pages", 0),
+             sizes["group"], parallel, *shared.section(sizes, args, target), sizes["k_batch"], sizes.get("max_pages", 0),
              *(stride for t in (q, k, v) for stride in shared.row_strides(t, tma)), *facts.strides),
             {**d, "BM": bm, "BN": bn, "NS": config.num_stages, "AHEAD": config.ahead, **facts.constexprs, "PAGE": page,
              "TMA": tma, **shared.numerics(args, target), "num_warps": config.num_warps, "num_stages": config.num_stages},

@@ -367,14 +367,14 @@ def launch(
                 tiles.schedule(cu_seqlens_k, cu_seqlens_q, None, context, seq, configs["kv"].block_n, k_schedule)
             slots = k_schedule.shape[0] if packed else cdiv(context, configs["kv"].block_n)
             go(_kv_kernel, "kv", (grad_k, grad_v), k_schedule if packed else None, slots * batch * kv_heads,
-               (kv_heads, sizes["group"], batch * kv_heads, shared.section(sizes, args, target, by_key=True)),
+               (kv_heads, sizes["group"], batch * kv_heads, *shared.section(sizes, args, target, by_key=True)),
                NEED_K=need_k, NEED_V=need_v)  # fmt: skip
         if need_q:
             if cu_seqlens_q is not None and cu_seqlens_k is not None:
                 tiles.schedule(cu_seqlens_q, cu_seqlens_k, None, seq, context, configs["q"].block_m, q_schedule)
             slots = q_schedule.shape[0] if packed else cdiv(seq, configs["q"].block_m)
             go(_q_kernel, "q", (grad_q, by_q), q_schedule if packed else None, slots * batch * heads,
-               (heads, sizes["group"], batch * heads, shared.section(sizes, args, target)))  # fmt: skip
+               (heads, sizes["group"], batch * heads, *shared.section(sizes, args, target)))  # fmt: skip
         if "logits_batch" in sizes:
             sum_logits(logits, grad_bias, numerics["ACC"])
         elif need_bias and by_q is None:
