@@ -362,9 +362,9 @@ def _split_kernel(
             kt = _load(k, k_at, inside, D, D2, DP)
             s = tl.dot(qt2, kt.T, s, input_precision=PRECISION, out_dtype=ACC)
         # col[None, :] would cost registers, and spill
-        m = _term(mask, stride_ms, stride_mk, row, col, SEQ, context)
-        a = _term(bias, stride_bs, stride_bk, row, col, SEQ, context)
-        s, _ = shape_logits(s, row[:, None], col, geo, terms, (m, a), scale, True)
+        shown = _term(mask, stride_ms, stride_mk, row, col, SEQ, context)
+        more = _term(bias, stride_bs, stride_bk, row, col, SEQ, context)
+        s, _ = shape_logits(s, row[:, None], col, geo, terms, (shown, more), scale, True)
         if PAGE:
             if ALIGNED:
                 s = tl.where(known, s, float("nan"))
