@@ -1,4 +1,4 @@
-"""python -m benchmarks.ahead GROUP: compile what its cases need, in a process of its own, before anything is timed.
+"""python -m benchmarks.ahead [--choices] GROUP: compile what its cases need, in a process of its own, before anything is timed.
 
 One process a group, many at once: a compiler keeps one core busy, and what it makes is found again in the caches on disk. A
 kernel that hangs or leaves the GPU unusable does so here first, and is then not run in the process that times the others.
@@ -26,26 +26,27 @@ PROCESSES = 16
 
 
 def compile_all(
-    names: Sequence[str], seconds: float, log: Callable[[str], None]
+    names: Sequence[str], seconds: float, log: Callable[[str], None], choices: bool = False
 ) -> tuple[list[dict[str, Any]], dict[Key, str]]:
     """(what was compiled, how long it took and what became of it; implementations that must not be run, and why)."""
     # Inductor would else set it when it first compiles, to a directory where kernels compiled before are not found.
     os.environ.setdefault("TRITON_CACHE_DIR", os.path.expanduser("~/.triton/cache"))
     started = time.monotonic()
     with ThreadPoolExecutor(min(PROCESSES, os.cpu_count() or 1)) as pool:
-        found = list(pool.map(partial(_compile, end=started + seconds), names))
+        found = list(pool.map(partial(_compile, end=started + seconds, choices=choices), names))
     broken = {key: reason for _, part in found for key, reason in part.items()}
     log(f"  compiled ahead in {time.monotonic() - started:.0f} s: {len(names)} groups" + "".join(f"\n    {key}: {reason}"
         for key, reason in broken.items()))  # fmt: skip
     return [one for part, _ in found for one in part], broken
 
 
-def _compile(name: str, end: float) -> tuple[list[dict[str, Any]], dict[Key, str]]:
+def _compile(name: str, end: float, choices: bool = False) -> tuple[list[dict[str, Any]], dict[Key, str]]:
     left = end - time.monotonic()
     if left <= 0:
         return [], {}
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        command, env = [sys.executable, "-m", "benchmarks.ahead", name], {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        command = [sys.executable, "-m", "benchmarks.ahead", *["--choices"] * choices, name]
+        env = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         try:
             code = subprocess.run(command, cwd=ROOT, env=env, stdout=out, stderr=err, timeout=left).returncode
             reason = f"the process ended with status {code}"
@@ -77,16 +78,16 @@ def outcome(lines: Sequence[str], code: int, reason: str) -> tuple[list[dict[str
     return done, broken
 
 
-def main(name: str, dry: bool = False) -> int:
+def main(name: str, dry: bool = False, choices: bool = False) -> int:
     import torch
 
-    from .attention import cases, groups
+    from . import attention
     from .attention_forms import COMPILED
     from .engine import reason
 
     device = torch.device("cpu" if dry else "cuda")
-    group = next(group for group in groups(dry) if group.name == name)
-    for case in cases(group, dry, device):
+    group = next(g for g in (attention.choices if choices else attention.groups)(dry) if g.name == name)
+    for case in attention.cases(group, dry, device):
         for impl in (impl for impl in COMPILED if impl in case.implementations):
             key = {"bench": case.bench, "case": case.name, "impl": impl}
             print(json.dumps(key), flush=True)
@@ -104,4 +105,4 @@ def main(name: str, dry: bool = False) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], "--dry" in sys.argv[2:]))
+    sys.exit(main(sys.argv[-1], "--dry" in sys.argv, "--choices" in sys.argv))

@@ -24,7 +24,7 @@ from fusedblock.metering.report import table
 from fusedblock.metering.timing import CpuTimer, default_timer, input_sets
 
 from . import ahead, rows
-from .attention_forms import FORMS, Form, within
+from .attention_forms import BIAS_TILES, FORMS, WAYS, Form, within
 from .attention_problem import Inputs, Problem, make_inputs, plain
 from .engine import Candidate, Case, Settings, reason, run
 from .rows import Row
@@ -46,6 +46,10 @@ class Group:
     inference: bool = False
     quick: bool = False
     ahead: bool = True
+
+    def of(self, direction: str) -> list[str]:
+        """The peers that tell something about a direction."""
+        return [name for name in self.peers if name not in WAYS or WAYS[name].direction in ("", direction)]
 
     @property
     def name(self) -> str:
@@ -81,10 +85,33 @@ def groups(dry: bool) -> list[Group]:
         Group("prefix", Problem(2, 8192, prefix=(2048, 4096)), ("sdpa, mask", "flex", "fusedblock")),
         Group("ALiBi", Problem(4, 4096, alibi=True), ("flex", "fusedblock")),
     ]  # fmt: skip
-    if dry:  # where several sizes come to one
-        small = [dataclasses.replace(group, problem=group.problem.tiny()) for group in made]
-        made = list({group.name: group for group in reversed(small)}.values())[::-1]
-    return made
+    return _tiny(made) if dry else made
+
+
+def choices(dry: bool) -> list[Group]:
+    """What fusedblock chooses between, beside a peer that was fast: for the tables in kernels/ that hold the choice."""
+    hopper = ("fusedblock, first product in its tile", "fusedblock, first product ahead", "fusedblock, dP in one product",
+              "fusedblock, dP in two products")  # fmt: skip
+    both = ("fusedblock, portable", *hopper)
+    made = [
+        *(Group("causal", Problem(16384 // seq, seq), ("sdpa, cudnn", *hopper)) for seq in (8192, 2048, 512, 16384)),
+        Group("full", Problem(2, 8192, causal=False), ("sdpa, cudnn", *hopper)),
+        Group("causal", Problem(4, 4096, head_dim=64), ("sdpa, cudnn", *hopper)),
+        Group("bias", Problem(4, 2048, causal=False, bias=True), ("flex", "fusedblock", *BIAS_TILES)),
+        Group("window 128", Problem(2, 8192, left=127), both),
+        Group("window 128 and sinks", Problem(2, 8192, heads=64, head_dim=64, left=127, sinks=True), both),
+        Group("16 documents", Problem(1, 32768, documents=DOCUMENTS), both),
+        Group("block map", Problem(1, 65536, heads=8, causal=False, block_map=True), ("flex", "fusedblock, portable", ASKED)),
+        *(Group("causal", Problem(32768 // seq, seq), ("sdpa, cudnn", "fusedblock, short", *both[:3]), inference=True)
+          for seq in (64, 128, 256)),
+    ]  # fmt: skip
+    return _tiny(made) if dry else made
+
+
+def _tiny(made: list[Group]) -> list[Group]:
+    """For a CPU, one of several that come to one size."""
+    small = [dataclasses.replace(group, problem=group.problem.tiny()) for group in made]
+    return list({group.name: group for group in reversed(small)}.values())[::-1]
 
 
 def cases(group: Group, dry: bool, device: torch.device) -> Iterator[Case]:
@@ -108,7 +135,8 @@ def _case(group: Group, backward: bool, dry: bool, device: torch.device) -> Case
         return Candidate([within(name, made(form, given), device) for given in inputs()])
 
     return Case(
-        BACKWARD if backward else FORWARD, group.name, {name: partial(build, name) for name in group.peers},
+        BACKWARD if backward else FORWARD, group.name,
+        {name: partial(build, name) for name in group.of("backward" if backward else "forward")},
         lambda: plain(p, inputs()[0], torch.float64), p.flops(backward), lambda: p.bytes(backward), model="",
         yardstick=lambda: plain(p, inputs()[0], torch.bfloat16),
     )  # fmt: skip
@@ -138,6 +166,7 @@ def _backward(form: Form, given: Inputs) -> Callable[[], tuple[Tensor, ...]]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="result file (default: benchmarks/results/attention-GPU-DATE.json)")
+    parser.add_argument("--choices", action="store_true", help="what fusedblock chooses between instead of what it is beside")
     parser.add_argument("--quick", action="store_true", help="five problems and fewer samples")
     parser.add_argument("--only", metavar="REGEX", default="", help="cases whose 'bench: case' matches")
     parser.add_argument("--budget", metavar="SECONDS", type=float, default=440.0, help="no new work after this (default: 440)")
@@ -162,36 +191,36 @@ def main(args: argparse.Namespace) -> int:
     extra: dict[str, Any] = {
         "machine": describe(device), "ceilings": None if args.dry else dataclasses.asdict(measure_ceilings(device)),
     }  # fmt: skip
-    path = args.json or (None if args.dry else rows.default_path("attention", stamp))
-    work = selected(args.only, args.quick, args.dry, device)
+    path = args.json or (None if args.dry else rows.default_path("choices" if args.choices else "attention", stamp))
+    listed = [group for group in (choices if args.choices else groups)(args.dry) if group.quick or not args.quick]
+    work = selected(listed, args.only, args.dry, device)
     broken: dict[tuple[str, str, str], str] = {}
     if not args.dry:
         wanted = list(dict.fromkeys(group.name for group, _ in work if group.ahead))
-        extra["compiled_ahead"], broken = ahead.compile_all(wanted, args.budget / 3, settings.log)
+        extra["compiled_ahead"], broken = ahead.compile_all(wanted, args.budget / 3, settings.log, args.choices)
     for _, case in work:
         made = guarded(case, settings, broken)
         print(rows.text(made), end="\n\n", flush=True)
         if path:
             rows.write(path, settings.rows, extra)
-    extra["three_steps"] = three_steps(args.dry)
-    extra["targets"] = targets(settings.rows)
     extra["seconds"] = round(time.monotonic() - started, 1)
+    if not args.choices:
+        extra |= {"three_steps": three_steps(args.dry), "targets": targets(settings.rows)}
+        print(steps_text(extra["three_steps"]), targets_text(extra["targets"]), sep="\n\n")
     if path:
         rows.write(path, settings.rows, extra)
-    print(steps_text(extra["three_steps"]), targets_text(extra["targets"]), sep="\n\n")
     skipped = sum(row.status.startswith("skipped") for row in settings.rows)
     print(f"{len(settings.rows)} rows in {extra['seconds']:.0f} s" + (f", {skipped} skipped: out of time" if skipped else "")
           + (f", written to {path}" if path else ""))  # fmt: skip
     return 0
 
 
-def selected(only: str, quick: bool, dry: bool, device: torch.device) -> list[tuple[Group, Case]]:
+def selected(made: Sequence[Group], only: str, dry: bool, device: torch.device) -> list[tuple[Group, Case]]:
     """Each with the group it is of."""
     pattern = re.compile(only)
     return [
         (group, case)
-        for group in groups(dry)
-        if group.quick or not quick
+        for group in made
         for case in cases(group, dry, device)
         if pattern.search(f"{case.bench}: {case.name}")
     ]

@@ -5,8 +5,11 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fusedblock
+from fusedblock.kernels import attention, attention_backward, attention_hopper, attention_hopper_backward
 from fusedblock.kernels._attention_skeleton import forced
 
 from .attention_problem import BLOCK, Inputs, Problem
@@ -213,6 +217,48 @@ def standard(p: Problem, first: Inputs, compiled: bool) -> Form:
     return run
 
 
+@dataclass(frozen=True)
+class Way:
+    """How else fusedblock could compute a case: the kernels, what is set in their modules, in which direction that tells ("": in
+    both)."""
+
+    skeleton: str
+    settings: dict[tuple[Any, str], Any] = field(default_factory=dict)
+    direction: str = ""
+
+
+def _tiles(module: Any, config: Any, direction: str) -> tuple[str, Way]:
+    return f"fusedblock, {_sizes(config)}", Way("portable", {(module, "configure"): lambda *_, **__: config}, direction)
+
+
+def _sizes(config: Any) -> str:
+    if isinstance(config, tuple):
+        return ", ".join(f"{name} {_sizes(one)}" for name, one in zip(("kv", "q"), config))
+    ahead = " ahead" if getattr(config, "ahead", False) else ""
+    return f"{config.block_m}x{config.block_n} w{config.num_warps} s{config.num_stages}{ahead}"
+
+
+# Of a bias for every query and key: what the compiler makes without spills, in rows, keys, warps and stages.
+_KV, _Q = ((64, 64, 4, 2), (32, 64, 4, 3), (64, 64, 4, 1)), ((64, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 32, 8, 2))
+BIAS_TILES = dict([
+    *(_tiles(attention, attention.Config(*config), "forward") for config in (
+        (64, 64, 4, 1), (64, 64, 4, 2), (64, 128, 4, 1), (128, 64, 8, 2, True), (128, 64, 8, 3, True), (128, 64, 8, 2),
+        (128, 128, 8, 2), (64, 32, 4, 2))),
+    *(_tiles(attention_backward, tuple(attention_backward.Config(*config) for config in pair), "backward")
+      for pair in (*((kv, _Q[0]) for kv in _KV), *((_KV[0], q) for q in _Q[1:]))),
+])  # fmt: skip
+_AHEAD, _PARTS = (attention_hopper, "AHEAD"), (attention_hopper_backward, "PARTS")
+WAYS = {
+    "fusedblock, portable": Way("portable"),
+    "fusedblock, Hopper": Way("hopper"),
+    "fusedblock, short": Way("short", direction="forward"),
+    "fusedblock, first product ahead": Way("hopper", {_AHEAD: True}, "forward"),
+    "fusedblock, first product in its tile": Way("hopper", {_AHEAD: False}, "forward"),
+    "fusedblock, dP in two products": Way("hopper", {_PARTS: {64: 32, 128: 64}}, "backward"),
+    "fusedblock, dP in one product": Way("hopper", {_PARTS: {}}, "backward"),
+    **BIAS_TILES,
+}
+
 # compiled: as it is timed; else as far as it can run on a CPU.
 FORMS: dict[str, Callable[[Problem, Inputs, bool], Form]] = {
     "sdpa, cudnn": partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION),
@@ -226,22 +272,23 @@ FORMS: dict[str, Callable[[Problem, Inputs, bool], Form]] = {
     "fa4": fa4,
     "standard": standard,
     "fusedblock": ours,
-    "fusedblock, portable": ours,  # inside `within`, and the next
-    "fusedblock, Hopper": ours,
     "fusedblock, contiguous bf16": partial(ours, contiguous=True),
+    **dict.fromkeys(WAYS, ours),  # inside `within`
 }
 # Those that compile something for every case, which `ahead` does in many processes at once.
-COMPILED = ("fusedblock", "fusedblock, portable", "fusedblock, Hopper", "fusedblock, contiguous bf16", "flex", "fa4")
-_FORCED = {"fusedblock, portable": "portable", "fusedblock, Hopper": "hopper"}
+COMPILED = ("fusedblock", "fusedblock, contiguous bf16", "flex", "fa4", *WAYS)
 
 
 def within(name: str, call: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
     """A call, forward or backward, as the form of this name is to be run."""
-    if name not in _FORCED:
+    if name not in WAYS:
         return call
+    way = WAYS[name]
 
     def run() -> Any:
-        with forced(_FORCED[name], device):
+        with forced(way.skeleton, device), ExitStack() as changed:
+            for (module, attribute), value in way.settings.items():
+                changed.enter_context(patch.object(module, attribute, value))
             return call()
 
     return run

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 
 from benchmarks import ahead, attention, rows
 from benchmarks.attention import BACKWARD, FORWARD, cases, groups, guarded, targets, targets_text
-from benchmarks.attention_forms import COMPILED, FORMS, standard
+from benchmarks.attention_forms import BIAS_TILES, COMPILED, FORMS, WAYS, Way, standard, within
 from benchmarks.attention_problem import Inputs, Problem, make_inputs, plain
 from benchmarks.engine import Candidate, Case, Settings, errors, run, tensors, verdict
+from fusedblock.kernels._target import target_of
 from fusedblock.metering.counter import TrafficCounter
 from fusedblock.metering.timing import CpuTimer
 
@@ -310,6 +311,31 @@ def test_what_broke_ahead_is_not_run_and_no_error_ends_the_run(monkeypatch: pyte
     given = settings()
     made = guarded(case, given, {})
     assert {r.status for r in made} == {"failed: RuntimeError: CUDA error: an illegal memory access"} and given.rows == made
+
+
+def test_choices_differ_in_what_they_set() -> None:
+    """Every way is timed somewhere; inside, what it says is so, and outside as before."""
+    found = attention.choices(False)
+    assert len({group.name for group in found}) == len(found)
+    named = {name for group in found for direction in ("forward", "backward") for name in group.of(direction)}
+    assert set(WAYS) <= named <= set(FORMS)
+    before = {place: getattr(*place) for way in WAYS.values() for place in way.settings}
+    for name, way in WAYS.items():
+
+        def seen(way: Way = way) -> Any:
+            return target_of(CPU).skeleton, {place: getattr(*place) for place in way.settings}
+
+        assert within(name, seen, CPU)() == (way.skeleton, way.settings)
+        assert target_of(CPU).skeleton == "" and {place: getattr(*place) for place in before} == before
+    inside = [tuple(way.settings.values())[0]("of", "any", arguments=1) for way in BIAS_TILES.values()]
+    assert len({*map(str, inside)}) == len(BIAS_TILES)
+    assert not any(b for b in found for name in b.of("forward") if "dP" in name)
+
+
+def test_choices_in_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert attention.main(arguments("--choices", "--dry", "--only", "causal", "--seconds", "0.02")) == 0
+    printed = capsys.readouterr().out
+    assert "first product ahead" in printed and "dP in two products" in printed and "at least" not in printed
 
 
 def test_ahead_says_what_it_compiles(capsys: pytest.CaptureFixture[str]) -> None:
