@@ -24,6 +24,8 @@ from fusedblock.kernels import attention as _attention
 from fusedblock.kernels import decode_attention as _decode_attention
 from fusedblock.kernels import gated_mlp as _gated_mlp
 from fusedblock.kernels import linear as _linear
+from fusedblock.kernels import moe_index as _moe_index
+from fusedblock.kernels import moe_route as _moe_route
 from fusedblock.kernels import norm as _norm
 from fusedblock.kernels import plain_mlp as _plain_mlp
 from fusedblock.kernels import qkv_rope as _qkv_rope
@@ -168,7 +170,7 @@ def _autograd(op: Op, names: list[str], results: list[str], backward: Any) -> No
         need = dict(zip(names, ctx.needs_input_grad))
         given = dict(zip(results, grads))
         for r, (shape, dtype, device) in zip(differentiable, ctx.like):
-            if given[r] is None:
+            if given[r] is None and f"grad_{r}" not in op.backward.spec.optional:
                 given[r] = torch.zeros(shape, dtype=dtype, device=device)
         known = {**dict(zip(ctx.tensors, ctx.saved_tensors)), **ctx.others}
         known.update({f"grad_{r}": g for r, g in given.items()})
@@ -311,6 +313,8 @@ _gated_mlp_op = _register(_gated_mlp.OP)
 _plain_mlp_op = _register(_plain_mlp.OP)
 _attention_op = _register(_attention.OP)
 _decode_attention_op = _register(_decode_attention.OP)
+_moe_route_op = _register(_moe_route.OP)
+_moe_index_op = _register(_moe_index.OP)
 
 
 def wants_grad(*tensors: Tensor | None) -> bool:

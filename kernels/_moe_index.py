@@ -71,7 +71,7 @@ def index_block(experts: int) -> int:
 
 def warps_for(block_tokens: int, experts: int) -> int:
     """Warps of a program that holds several matrices [block_tokens, experts]."""
-    return max(4, min(16, block_tokens * index_block(experts) // 1024))
+    return max(4, min(16, block_tokens * index_block(experts) // 512))
 
 
 @triton.jit
@@ -81,7 +81,7 @@ def slot_of(values, j, KP: tl.constexpr):
 
 
 @triton.jit
-def place(chosen, selected, before, total, token, live, order, inverse, E, K: tl.constexpr, KP: tl.constexpr, EP: tl.constexpr):
+def place(chosen, selected, before, total, token, live, order, inverse, E, K, KP: tl.constexpr, EP: tl.constexpr):
     """Write order and inverse of one token tile. chosen [tokens, KP]: experts; selected [tokens, EP]: how often each is among
     them; before, total [EP]: rows of each expert in earlier tiles, and in all."""
     expert = tl.arange(0, EP)
@@ -127,14 +127,14 @@ def tabulate(total, offsets, tiles, program, programs, E, MAX_TILES, TILE: tl.co
 
 
 @triton.jit
-def load_chosen(indices, token, live, K: tl.constexpr, KP: tl.constexpr):
+def load_chosen(indices, token, live, K, KP: tl.constexpr):
     slot = tl.arange(0, KP)
     at = indices + token[:, None].to(tl.int64) * K + slot[None, :]
     return tl.load(at, live[:, None] & (slot < K)[None, :], other=-1).to(tl.int32)
 
 
 @triton.jit
-def count_chosen(chosen, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr):
+def count_chosen(chosen, K, KP: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr):
     """[BT, EP]: how often each expert is among a token's choices."""
     selected = tl.zeros([BT, EP], tl.int32)
     for j in range(K):
@@ -144,8 +144,8 @@ def count_chosen(chosen, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, EP
 
 @triton.jit(do_not_specialize=["T", "TILES", "PER", "MAX_TILES"])
 def index_kernel(
-    indices, counts, order, inverse, offsets, tiles, T, TILES, PER, E, MAX_TILES,
-    K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    indices, counts, order, inverse, offsets, tiles, T, TILES, PER, E, K, MAX_TILES,
+    KP: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Each program places PER token tiles, whose counts [TILES, E] an earlier launch left."""
     program = tl.program_id(0)
@@ -154,8 +154,9 @@ def index_kernel(
     before = tl.zeros([EP], tl.int32)
     total = tl.zeros([EP], tl.int32)
     for i in range(0, TILES, ROWS):
-        tile = i + tl.arange(0, ROWS)
-        at = counts + tile[:, None].to(tl.int64) * E + expert[None, :]
+        row = tl.arange(0, ROWS)
+        tile = i + row
+        at = counts + i.to(tl.int64) * E + row[:, None] * E + expert[None, :]
         n = tl.load(at, (tile < TILES)[:, None] & (expert < E)[None, :], other=0)
         total += tl.sum(n, 0)
         before += tl.sum(tl.where((tile < mine)[:, None], n, 0), 0)
@@ -179,7 +180,7 @@ def launch_index(
     per = cdiv(token_tiles, 2 * target.sms)
     _launch(
         index_kernel, (cdiv(token_tiles, per),),
-        (indices, counts, *index, tokens, token_tiles, per, experts, index[3].shape[0]),
-        {"K": top_k, "KP": next_power_of_2(top_k), "BT": block_tokens, "EP": index_block(experts), "TILE": tile_rows,
-         "ROWS": max(1, 4096 // index_block(experts)), "num_warps": warps_for(block_tokens, experts)},
+        (indices, counts, *index, tokens, token_tiles, per, experts, top_k, index[3].shape[0]),
+        {"KP": next_power_of_2(top_k), "BT": block_tokens, "EP": index_block(experts), "TILE": tile_rows,
+         "ROWS": max(1, 2048 // index_block(experts)), "num_warps": warps_for(block_tokens, experts)},
     )  # fmt: skip

@@ -69,7 +69,7 @@ def reference(indices: Tensor, experts: int, tile_rows: int) -> tuple[Tensor, Te
 
 
 @triton.jit(do_not_specialize=["T"])
-def _count_kernel(indices, counts, T, E, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr):
+def _count_kernel(indices, counts, T, E, K, KP: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr):
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     selected = count_chosen(load_chosen(indices, token, token < T, K, KP), K, KP, BT, EP)
     expert = tl.arange(0, EP)
@@ -78,8 +78,8 @@ def _count_kernel(indices, counts, T, E, K: tl.constexpr, KP: tl.constexpr, BT: 
 
 @triton.jit(do_not_specialize=["T", "MAX_TILES"])
 def _single_kernel(
-    indices, order, inverse, offsets, tiles, T, E, MAX_TILES,
-    K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr, TILE: tl.constexpr,
+    indices, order, inverse, offsets, tiles, T, E, K, MAX_TILES,
+    KP: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     token = tl.arange(0, BT)
     live = token < T
@@ -103,14 +103,14 @@ def launch(indices: Tensor, experts: int, tile_rows: int) -> tuple[Tensor, Tenso
         return order, inverse, offsets, tiles
     indices = indices.contiguous()
     block, single = configure(tokens, experts)
-    shared = {"K": top_k, "KP": next_power_of_2(top_k), "BT": block, "EP": index_block(experts)}
+    shared = {"KP": next_power_of_2(top_k), "BT": block, "EP": index_block(experts)}
     warps = warps_for(block, experts)
     with on_device(indices):
         if single:
-            _launch(_single_kernel, (1,), (indices, *index, tokens, experts, tiles.shape[0]),
+            _launch(_single_kernel, (1,), (indices, *index, tokens, experts, top_k, tiles.shape[0]),
                     {**shared, "TILE": tile_rows, "num_warps": warps})  # fmt: skip
         else:
-            _launch(_count_kernel, (counts.shape[0],), (indices, counts, tokens, experts), {**shared, "num_warps": warps})
+            _launch(_count_kernel, (counts.shape[0],), (indices, counts, tokens, experts, top_k), {**shared, "num_warps": warps})
             launch_index(indices, counts, index, experts, tile_rows, block, target_of(indices.device))
     return order, inverse, offsets, tiles
 

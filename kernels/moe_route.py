@@ -10,9 +10,9 @@
               renormalise: divided by their sum + eps; times scale; rounded to weights_dtype
 
     x           tokens hidden            weight  experts hidden     of x's dtype, or of the sums' beside logits of that
-    bias, correction_bias  experts       of any dtype
+    bias        experts                  of weight's dtype          correction_bias  experts, of any dtype
     weights     tokens top_k             indices tokens top_k, int32            logits  tokens experts
-    order, inverse, offsets, tiles       see _moe_index.py
+    order, inverse, offsets, tiles       see py
 
 Scores are fp32 from the logits as they were rounded. Where the scores of all chosen experts underflow, weights are 0, not 0/0.
 A token with NaN gets weights of NaN and some experts, distinct as every token's are, so that the index stays right.
@@ -24,34 +24,41 @@ choice in the epilogue of the GEMM, then the index. The backward is in moe_route
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import _moe_index
+from . import moe_route_backward
 from ._gemm import accumulator, load_tile
 from ._lang import cdiv, next_power_of_2, tl, triton
 from ._launch import contiguous_last, on_device
 from ._launch import launch as _launch
-from ._math import sigmoid
-from ._moe_index import index_axes, index_block, index_reference, launch_index, warps_for
+from ._moe_choice import choose
+from ._moe_index import (
+    count_chosen,
+    index_axes,
+    index_block,
+    index_reference,
+    launch_index,
+    load_chosen,
+    place,
+    tabulate,
+    warps_for,
+)
+from ._router import check_router
 from ._spec import Args, Op, ShapeError, Sizes, Spec, Stage, Write, accumulate_dtype
 from ._target import Target, target_of
-
-SCORINGS = ("softmax", "sigmoid", "softmax_chosen")
-GROUP_SCORES = ("max", "top2")
 
 
 @dataclass(frozen=True)
 class Config:
-    block_tokens: int  # of a program that chooses
-    single: bool  # it is the only one, and makes the index too
+    block_tokens: int  # of a tile that is chosen for at once
+    single: bool  # one program chooses for all tokens, and makes the index too
+    fused: bool  # the programs that multiply also choose
     gemm_tokens: int
     gemm_experts: int
-    splits: int  # of hidden; 1: the program that multiplies also chooses
+    splits: int  # of hidden
     block_k: int
     num_stages: int
 
@@ -59,20 +66,24 @@ class Config:
 def configure(tokens: int, experts: int, itemsize: int, target: Target) -> Config:
     """Parts of hidden keep a router of few tokens, whose weight is read by few programs otherwise, from being bound by one SM.
 
-    Tile heights are those of a prototype on an H200 (2026-11; E 128, hidden 2048 and E 8, hidden 4096); the number of parts is
-    not measured yet.
+    Which launches there are and the tile heights are those of a prototype on an H200 (2026-11; E 128, hidden 2048 and E 8,
+    hidden 4096); the number of parts, and tiles for more than 128 experts, are chosen by registers and shared memory.
     """
     ep = index_block(experts)
-    tile = max(16, next_power_of_2(tokens))
-    most = max(16, 8192 // ep)
+    most = max(16, 8192 // ep)  # a matrix [block_tokens, experts] of 16 warps, of which a program holds several
+
+    def split(block: int, single: bool, rows: int, cols: int, splits: int) -> Config:
+        return Config(block, single, False, rows, min(ep, cols), splits, *_ring(rows + min(ep, cols), itemsize, target))
+
     if target.batch_invariant or tokens > 1024:  # the order of the sums over hidden must not depend on the tokens
         block = min(most, 64 if target.batch_invariant or tokens > 4096 else 32)
-        return Config(block, False, block, ep, 1, *_ring(block + ep, itemsize, target))
-    if tile <= min(64, 2 * most):
-        narrow = min(ep, 16)
-        return Config(tile, True, tile, narrow, 8 if tokens <= 16 else 4, *_ring(tile + narrow, itemsize, target))
-    wide = min(ep, 64)
-    return Config(min(most, 16), False, 64, wide, 4, *_ring(64 + wide, itemsize, target))
+        if ep > 128:  # a tile of all experts would be too low for the GEMM
+            return split(block, False, 128 if itemsize < 4 else 64, 128 if itemsize < 4 else 64, 1)
+        return Config(block, False, True, block, ep, 1, *_ring(block + ep, itemsize, target))
+    if tokens <= 64:
+        tile = max(16, next_power_of_2(tokens))
+        return split(min(tile, most if ep <= 128 else most // 2), True, tile, 16, 8 if tokens <= 16 else 4)
+    return split(min(16, most), False, 64, 64, 4)
 
 
 def _ring(rows: int, itemsize: int, target: Target) -> tuple[int, int]:
@@ -88,39 +99,23 @@ def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
     _check(args, experts)
     c = configure(tokens, experts, x.element_size(), target_of(x.device))
     more = {} if c.single else {"token_tiles": cdiv(tokens, c.block_tokens)}
-    if c.splits > 1:
+    if not c.fused:
         more["splits"] = c.splits
     return {**index_axes("moe_route", tokens, top_k, experts, args["tile_rows"]), **more, "top_k": top_k}
 
 
 def _check(args: Args, experts: int) -> None:
-    x, weight, groups = args["x"], args["weight"], args["groups"]
+    x, weight, bias = args["x"], args["weight"], args["bias"]
     wide = accumulate_dtype(x.dtype)
-    if args["scoring"] not in SCORINGS:
-        raise ValueError(f"moe_route: scoring={args['scoring']!r}, expected one of {', '.join(SCORINGS)}")
-    if not 1 <= args["top_k"] <= experts:
-        raise ValueError(f"moe_route: top_k={args['top_k']}, expected 1 to experts={experts}")
+    check_router("moe_route", args, experts)
     for name in ("logits_dtype", "weights_dtype"):
         if args[name] not in (x.dtype, wide):
             raise ValueError(f"moe_route: {name}={args[name]}, expected x's {x.dtype} or {wide}")
     if weight.dtype != x.dtype and (weight.dtype, args["logits_dtype"]) != (wide, wide):
         raise ValueError(f"moe_route: weight has dtype {weight.dtype}, but x has {x.dtype}; "
                          f"logits_dtype={args['logits_dtype']}, expected {wide} beside weights of {wide}")  # fmt: skip
-    if groups < 1 or experts % groups:
-        raise ValueError(f"moe_route: groups={groups}, expected a divisor of experts={experts}")
-    if not 1 <= args["topk_groups"] <= groups:
-        raise ValueError(f"moe_route: topk_groups={args['topk_groups']}, expected 1 to groups={groups}")
-    size = experts // groups
-    if size * args["topk_groups"] < args["top_k"]:
-        raise ValueError(f"moe_route: top_k={args['top_k']}, but topk_groups={args['topk_groups']} groups of {size} experts")
-    if args["group_score"] not in GROUP_SCORES:
-        raise ValueError(f"moe_route: group_score={args['group_score']!r}, expected one of {', '.join(GROUP_SCORES)}")
-    if groups > 1 and args["group_score"] == "top2" and size < 2:
-        raise ValueError(f"moe_route: groups={groups} of experts={experts}, expected two in a group with group_score='top2'")
-    if not 0.0 <= args["eps"] < math.inf:
-        raise ValueError(f"moe_route: eps={args['eps']}, expected a finite number of at least 0")
-    if not abs(args["scale"]) < math.inf:
-        raise ValueError(f"moe_route: scale={args['scale']}, expected a finite number")
+    if bias is not None and bias.dtype != weight.dtype:
+        raise ValueError(f"moe_route: bias has dtype {bias.dtype}, but weight has {weight.dtype}")
     if x.shape[1] < 1:
         raise ShapeError("moe_route: hidden=0, expected at least 1")
 
@@ -210,123 +205,6 @@ def reference(
 
 
 @triton.jit
-def _mirrored(bits):
-    """Bits of a float <-> an integer of the same order; its own inverse."""
-    if bits.dtype == tl.int64:
-        return bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)
-    else:
-        return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _ordered(x):
-    """x as an integer that orders as torch.topk does: NaN above all, -0 equal to 0. The lowest two integers are nobody's."""
-    x = tl.where(x == 0.0, 0.0, x)
-    if x.dtype == tl.float64:
-        return tl.where(x != x, 0x7FFFFFFFFFFFFFFF, _mirrored(x.to(tl.int64, bitcast=True)))
-    else:
-        return tl.where(x != x, 0x7FFFFFFF, _mirrored(x.to(tl.int32, bitcast=True)))
-
-
-@triton.jit
-def _value(key):
-    """The float of an integer of _ordered."""
-    if key.dtype == tl.int64:
-        return _mirrored(key).to(tl.float64, bitcast=True)
-    else:
-        return _mirrored(key).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _best(key, index):
-    """(highest key, lowest index that has it) of each row; index [columns]."""
-    best = tl.max(key, 1)
-    return best, tl.min(tl.where(key == best[:, None], index[None, :], 1 << 30), 1)
-
-
-@triton.jit
-def _limit_groups(key, GROUPS: tl.constexpr, TOPK: tl.constexpr, SIZE: tl.constexpr, TOP2: tl.constexpr, EP: tl.constexpr,
-                  LOWEST: tl.constexpr):  # fmt: skip
-    """key [tokens, EP], next to lowest outside the TOPK groups of SIZE experts that score highest."""
-    expert = tl.arange(0, EP)
-    group = expert // SIZE
-    score = key * 0 + LOWEST
-    for g in range(GROUPS):
-        own = tl.where((group == g)[None, :], key, LOWEST)
-        highest, at = _best(own, expert)
-        if TOP2:
-            second = tl.max(tl.where(expert[None, :] == at[:, None], LOWEST, own), 1)
-            highest = _ordered(_value(highest) + _value(second))
-        score = tl.where((group == g)[None, :], highest[:, None], score)
-    allowed = key != key
-    for _ in range(TOPK):
-        _, g = _best(score, group)
-        hit = group[None, :] == g[:, None]
-        allowed = allowed | hit
-        score = tl.where(hit, LOWEST, score)
-    return tl.where(allowed | (key == LOWEST), key, LOWEST + 1)
-
-
-@triton.jit
-def scores_of(logits, real, SCORING: tl.constexpr):
-    """Scores [tokens, EP] of logits; 0 where not `real` (padding, or who was not chosen)."""
-    if SCORING == "sigmoid":
-        return tl.where(real, sigmoid(logits), 0.0)
-    else:
-        logits = tl.where(real, logits, float("-inf"))
-        e = tl.exp(logits - tl.max(logits, 1)[:, None])
-        return e / tl.sum(e, 1)[:, None]
-
-
-@triton.jit
-def _choose(
-    logits, token, live, bias, correction, weights, indices, logits_out, E, eps, scale,
-    SCORING: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr,
-    SIZE: tl.constexpr, TOP2: tl.constexpr, RENORMALISE: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr,
-):  # fmt: skip
-    """Finish the logits [BT, EP] of one token tile. Returns (experts [BT, KP], which [BT, EP] are among them)."""
-    ACC: tl.constexpr = logits.dtype
-    LOWEST: tl.constexpr = -0x8000000000000000 if ACC == tl.float64 else -0x80000000
-    expert = tl.arange(0, EP)
-    slot = tl.arange(0, KP)
-    real = (expert < E)[None, :]
-    if bias is not None:
-        logits += tl.load(bias + expert, expert < E, other=0.0).to(ACC)[None, :]
-    logits = logits.to(logits_out.dtype.element_ty)
-    tl.store(logits_out + token[:, None].to(tl.int64) * E + expert[None, :], logits, live[:, None] & real)
-    logits = logits.to(ACC)
-    scores = logits if SCORING == "softmax_chosen" else scores_of(logits, real, SCORING)
-    choice = scores
-    if correction is not None:
-        choice += tl.load(correction + expert, expert < E, other=0.0).to(ACC)[None, :]
-    key = tl.where(real, _ordered(choice), LOWEST)
-    if GROUPS > 1:
-        key = _limit_groups(key, GROUPS, TOPK_GROUPS, SIZE, TOP2, EP, LOWEST)
-    left = key
-    chosen = tl.full([BT, KP], -1, tl.int32)
-    weight = tl.zeros([BT, KP], ACC)
-    for j in range(K):
-        best, e = _best(left, expert)
-        hit = expert[None, :] == e[:, None]
-        left = tl.where(hit, LOWEST, left)
-        w = _value(best) if correction is None else tl.sum(tl.where(hit, scores, 0.0), 1)
-        chosen = tl.where((slot == j)[None, :], e[:, None], chosen)
-        weight = tl.where((slot == j)[None, :], w[:, None], weight)
-    inside = (slot < K)[None, :]
-    if SCORING == "softmax_chosen":
-        weight = scores_of(weight, inside, SCORING)
-    if RENORMALISE:
-        total = tl.sum(weight, 1) + eps
-        weight = weight / tl.where(total == 0.0, 1.0, total)[:, None]
-    if scale is not None:
-        weight *= scale
-    at = token[:, None].to(tl.int64) * K + slot[None, :]
-    tl.store(weights + at, weight.to(weights.dtype.element_ty), live[:, None] & inside)
-    tl.store(indices + at, chosen, live[:, None] & inside)
-    return chosen, ((left != key) & live[:, None]).to(tl.int32)
-
-
-@triton.jit
 def _product(x, weight, row, col, start, end, T, E, stride_x, stride_w, BT: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
              STAGES: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
     """[BT, BE] of x @ weight.T over hidden from start to end."""
@@ -358,36 +236,71 @@ def _logits_kernel(
     tl.store(at, acc, (token < T)[:, None] & (expert < E)[None, :])
 
 
-@triton.jit(do_not_specialize=["T", "MAX_TILES"])
+@triton.jit
+def _sum_parts(partial, token, live, T, E, SPLITS: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr, ACC: tl.constexpr):
+    expert = tl.arange(0, EP)
+    acc = tl.zeros([BT, EP], ACC)
+    for s in range(SPLITS):
+        at = partial + (token + T.to(tl.int64) * s)[:, None] * E + expert[None, :]
+        acc += tl.load(at, live[:, None] & (expert < E)[None, :], other=0.0)
+    return acc
+
+
+@triton.jit(do_not_specialize=["T"])
 def _choice_kernel(
-    partial, bias, correction, weights, indices, logits, counts, order, inverse, offsets, tiles, T, E, MAX_TILES, eps, scale,
-    SPLITS: tl.constexpr, TILE: tl.constexpr, SCORING: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, GROUPS: tl.constexpr,
-    TOPK_GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP2: tl.constexpr, RENORMALISE: tl.constexpr, BT: tl.constexpr,
-    EP: tl.constexpr, ACC: tl.constexpr,
+    partial, bias, correction, weights, indices, logits, counts, T, E, K, eps, scale,
+    SPLITS: tl.constexpr, SCORING: tl.constexpr, KP: tl.constexpr, GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr,
+    SIZE: tl.constexpr, TOP2: tl.constexpr, RENORMALISE: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Grid (token tiles). Without counts there is one, and it makes the index."""
+    """Grid (token tiles)."""
     program = tl.program_id(0)
     token = program * BT + tl.arange(0, BT)
     expert = tl.arange(0, EP)
-    live = token < T
-    acc = tl.zeros([BT, EP], ACC)
-    for s in range(SPLITS):
-        at = partial + (s * T + token)[:, None].to(tl.int64) * E + expert[None, :]
-        acc += tl.load(at, live[:, None] & (expert < E)[None, :], other=0.0)
-    chosen, selected = _choose(acc, token, live, bias, correction, weights, indices, logits, E, eps, scale, SCORING, K, KP,
-                               GROUPS, TOPK_GROUPS, SIZE, TOP2, RENORMALISE, BT, EP)  # fmt: skip
-    total = tl.sum(selected, 0)
-    if counts is not None:
-        tl.store(counts + program * E + expert, total, expert < E)
+    acc = _sum_parts(partial, token, token < T, T, E, SPLITS, BT, EP, ACC)
+    _, selected = choose(acc, token, token < T, bias, correction, weights, indices, logits, E, K, eps, scale, SCORING, KP,
+                          GROUPS, TOPK_GROUPS, SIZE, TOP2, RENORMALISE, BT, EP)  # fmt: skip
+    tl.store(counts + program.to(tl.int64) * E + expert, tl.sum(selected, 0), expert < E)
+
+
+@triton.jit(do_not_specialize=["T", "MAX_TILES"])
+def _single_kernel(
+    partial, bias, correction, weights, indices, logits, order, inverse, offsets, tiles, T, E, K, MAX_TILES, eps, scale,
+    TILES: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, SCORING: tl.constexpr, KP: tl.constexpr,
+    GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP2: tl.constexpr, RENORMALISE: tl.constexpr,
+    BT: tl.constexpr, EP: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """One program: the choice for all TILES token tiles, and the index."""
+    token = tl.arange(0, BT)
+    nothing = tl.zeros([EP], tl.int32)
+    if TILES == 1:
+        acc = _sum_parts(partial, token, token < T, T, E, SPLITS, BT, EP, ACC)
+        chosen, selected = choose(acc, token, token < T, bias, correction, weights, indices, logits, E, K, eps, scale, SCORING,
+                                   KP, GROUPS, TOPK_GROUPS, SIZE, TOP2, RENORMALISE, BT, EP)  # fmt: skip
+        total = tl.sum(selected, 0)
+        place(chosen, selected, nothing, total, token, token < T, order, inverse, E, K, KP, EP)
     else:
-        _moe_index.place(chosen, selected, tl.zeros([EP], tl.int32), total, token, live, order, inverse, E, K, KP, EP)
-        _moe_index.tabulate(total, offsets, tiles, 0, 1, E, MAX_TILES, TILE, EP)
+        total = nothing
+        for i in range(TILES):
+            at = i * BT + token
+            acc = _sum_parts(partial, at, at < T, T, E, SPLITS, BT, EP, ACC)
+            _, selected = choose(acc, at, at < T, bias, correction, weights, indices, logits, E, K, eps, scale, SCORING, KP,
+                                  GROUPS, TOPK_GROUPS, SIZE, TOP2, RENORMALISE, BT, EP)  # fmt: skip
+            total += tl.sum(selected, 0)
+        tl.debug_barrier()  # the indices, which other threads of this program wrote, are read again
+        before = nothing
+        for i in range(TILES):
+            at = i * BT + token
+            chosen = load_chosen(indices, at, at < T, K, KP)
+            selected = count_chosen(chosen, K, KP, BT, EP)
+            place(chosen, selected, before, total, at, at < T, order, inverse, E, K, KP, EP)
+            before += tl.sum(selected, 0)
+    tabulate(total, offsets, tiles, 0, 1, E, MAX_TILES, TILE, EP)
 
 
 @triton.jit(do_not_specialize=["T"])
 def _route_kernel(
-    x, weight, bias, correction, weights, indices, logits, counts, T, E, H, stride_x, stride_w, eps, scale,
-    BK: tl.constexpr, STAGES: tl.constexpr, SCORING: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, GROUPS: tl.constexpr,
+    x, weight, bias, correction, weights, indices, logits, counts, T, E, K, H, stride_x, stride_w, eps, scale,
+    BK: tl.constexpr, STAGES: tl.constexpr, SCORING: tl.constexpr, KP: tl.constexpr, GROUPS: tl.constexpr,
     TOPK_GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP2: tl.constexpr, RENORMALISE: tl.constexpr, BT: tl.constexpr,
     EP: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -396,7 +309,7 @@ def _route_kernel(
     token = program * BT + tl.arange(0, BT)
     expert = tl.arange(0, EP)
     acc = _product(x, weight, program * BT, 0, 0, H, T, E, stride_x, stride_w, BT, EP, BK, STAGES, ACC)
-    _, selected = _choose(acc, token, token < T, bias, correction, weights, indices, logits, E, eps, scale, SCORING, K, KP,
+    _, selected = choose(acc, token, token < T, bias, correction, weights, indices, logits, E, K, eps, scale, SCORING, KP,
                           GROUPS, TOPK_GROUPS, SIZE, TOP2, RENORMALISE, BT, EP)  # fmt: skip
     tl.store(counts + program.to(tl.int64) * E + expert, tl.sum(selected, 0), expert < E)
 
@@ -420,36 +333,41 @@ def launch(
     bias, correction_bias = (None if t is None else t.contiguous() for t in (bias, correction_bias))
     target = target_of(x.device)
     c = configure(tokens, experts, x.element_size(), target)
-    factor = None if scale == 1.0 else scale
     ring = {"BK": c.block_k, "STAGES": c.num_stages}
     how = {
-        "SCORING": scoring, "K": top_k, "KP": next_power_of_2(top_k), "GROUPS": groups, "TOPK_GROUPS": topk_groups,
+        "SCORING": scoring, "KP": next_power_of_2(top_k), "GROUPS": groups, "TOPK_GROUPS": topk_groups,
         "SIZE": experts // groups, "TOP2": group_score == "top2", "RENORMALISE": renormalise, "BT": c.block_tokens,
         "EP": index_block(experts), "ACC": accumulator(x), "num_warps": warps_for(c.block_tokens, experts),
     }  # fmt: skip
     token_tiles = cdiv(tokens, c.block_tokens)
+    given = (bias, correction_bias, weights, indices, logits)
+    numbers = (eps, None if scale == 1.0 else scale)
     with on_device(x):
-        if c.splits > 1:
+        if c.fused:
+            _launch(
+                _route_kernel, (token_tiles,),
+                (x, weight, *given, counts, tokens, experts, top_k, hidden, x.stride(0), weight.stride(0), *numbers),
+                {**ring, **how, "num_warps": max(4, how["num_warps"] // 2), "num_stages": c.num_stages},
+            )  # fmt: skip
+        else:
             span = cdiv(cdiv(hidden, c.splits), c.block_k) * c.block_k
             _launch(
                 _logits_kernel, (cdiv(tokens, c.gemm_tokens), cdiv(experts, c.gemm_experts), c.splits),
                 (x, weight, partial, tokens, experts, hidden, span, x.stride(0), weight.stride(0)),
-                {"BT": c.gemm_tokens, "BE": c.gemm_experts, **ring, "ACC": accumulator(x), "num_warps": 4,
-                 "num_stages": c.num_stages},
+                {"BT": c.gemm_tokens, "BE": c.gemm_experts, **ring, "ACC": accumulator(x),
+                 "num_warps": 8 if c.gemm_tokens * c.gemm_experts > 8192 else 4, "num_stages": c.num_stages},
             )  # fmt: skip
-            many: list[Any] = [None, *index] if c.single else [counts, None, None, None, None]
-            _launch(
-                _choice_kernel, (token_tiles,),
-                (partial, bias, correction_bias, weights, indices, logits, *many, tokens, experts, tiles.shape[0], eps, factor),
-                {"SPLITS": c.splits, "TILE": tile_rows, **how},
-            )  # fmt: skip
-        else:
-            _launch(
-                _route_kernel, (token_tiles,),
-                (x, weight, bias, correction_bias, weights, indices, logits, counts, tokens, experts, hidden, x.stride(0),
-                 weight.stride(0), eps, factor),
-                {**ring, **how, "num_stages": c.num_stages},
-            )  # fmt: skip
+            if c.single:
+                _launch(
+                    _single_kernel, (1,), (partial, *given, *index, tokens, experts, top_k, tiles.shape[0], *numbers),
+                    {"TILES": token_tiles, "TILE": tile_rows, "SPLITS": c.splits, **how},
+                )  # fmt: skip
+            else:
+                _launch(_choice_kernel, (token_tiles,), (partial, *given, counts, tokens, experts, top_k, *numbers),
+                        {"SPLITS": c.splits, **how})  # fmt: skip
         if not c.single:
             launch_index(indices, counts, tuple(index), experts, tile_rows, c.block_tokens, target)
     return weights, indices, logits, order, inverse, offsets, tiles
+
+
+OP = Op(SPEC, launch, reference, moe_route_backward.OP)
