@@ -9,8 +9,8 @@
     weights = scores[indices], with "softmax_chosen" the softmax over the chosen logits;
               renormalise: divided by their sum + eps; times scale; rounded to weights_dtype
 
-    x           tokens hidden            weight  experts hidden     of x's dtype, or of the sums' beside logits of that
-    bias        experts                  of weight's dtype          correction_bias  experts, of any dtype
+    x           tokens hidden            weight  experts hidden     bias  experts     of one dtype
+    correction_bias  experts             of any dtype
     weights     tokens top_k             indices tokens top_k, int32            logits  tokens experts
     order, inverse, offsets, tiles       see py
 
@@ -105,17 +105,12 @@ def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
 
 
 def _check(args: Args, experts: int) -> None:
-    x, weight, bias = args["x"], args["weight"], args["bias"]
+    x = args["x"]
     wide = accumulate_dtype(x.dtype)
     check_router("moe_route", args, experts)
     for name in ("logits_dtype", "weights_dtype"):
         if args[name] not in (x.dtype, wide):
             raise ValueError(f"moe_route: {name}={args[name]}, expected x's {x.dtype} or {wide}")
-    if weight.dtype != x.dtype and (weight.dtype, args["logits_dtype"]) != (wide, wide):
-        raise ValueError(f"moe_route: weight has dtype {weight.dtype}, but x has {x.dtype}; "
-                         f"logits_dtype={args['logits_dtype']}, expected {wide} beside weights of {wide}")  # fmt: skip
-    if bias is not None and bias.dtype != weight.dtype:
-        raise ValueError(f"moe_route: bias has dtype {bias.dtype}, but weight has {weight.dtype}")
     if x.shape[1] < 1:
         raise ShapeError("moe_route: hidden=0, expected at least 1")
 
@@ -135,7 +130,7 @@ SPEC = Spec(
     name="moe_route",
     reads={"x": "tokens hidden", "weight": "experts hidden", "bias": "experts", "correction_bias": "experts"},
     optional=frozenset({"bias", "correction_bias"}),
-    any_dtype=frozenset({"weight", "bias", "correction_bias"}),
+    any_dtype=frozenset({"correction_bias"}),
     writes={
         "weights": Write("tokens top_k", "weights_dtype"),
         "indices": Write("tokens top_k", "int32"),
@@ -150,11 +145,11 @@ SPEC = Spec(
     stages=(
         Stage("moe_logits", ("x", "weight"), ("partial",), _gemm_flops),
         Stage("moe_choice", ("partial", "bias", "correction_bias"), ("weights", "indices", "logits", *_INDEX), _choice_flops,
-              beside="partial", unless="counts"),
+              when=lambda s, a: "token_tiles" not in s),
         Stage("moe_choice", ("partial", "bias", "correction_bias"), ("weights", "indices", "logits", "counts"), _choice_flops,
-              beside="partial counts"),
+              when=lambda s, a: "token_tiles" in s and "splits" in s),
         Stage("moe_route", ("x", "weight", "bias", "correction_bias"), ("weights", "indices", "logits", "counts"),
-              lambda s, a: _gemm_flops(s, a) + _choice_flops(s, a), beside="counts", unless="partial"),
+              lambda s, a: _gemm_flops(s, a) + _choice_flops(s, a), when=lambda s, a: "splits" not in s),
         Stage("moe_index", ("indices", "counts"), _INDEX, lambda s, a: s["rows"], beside="counts"),
     ),
 )  # fmt: skip
@@ -212,9 +207,6 @@ def _product(x, weight, row, col, start, end, T, E, stride_x, stride_w, BT: tl.c
     for k in tl.range(start, end, BK, num_stages=STAGES):
         a = load_tile(x, row, k, T, end, stride_x, BT, BK, False)
         b = load_tile(weight, col, k, E, end, stride_w, BE, BK, False)
-        if a.dtype != b.dtype:
-            a = a.to(ACC)
-            b = b.to(ACC)
         acc = tl.dot(a, b.T, acc, input_precision="ieee", out_dtype=ACC)
     return acc
 
@@ -360,7 +352,8 @@ def launch(
             if c.single:
                 _launch(
                     _single_kernel, (1,), (partial, *given, *index, tokens, experts, top_k, tiles.shape[0], *numbers),
-                    {"TILES": token_tiles, "TILE": tile_rows, "SPLITS": c.splits, **how},
+                    {"TILES": token_tiles, "TILE": tile_rows, "SPLITS": c.splits, **how,
+                     "num_warps": min(16, 2 * how["num_warps"]) if token_tiles > 1 else how["num_warps"]},
                 )  # fmt: skip
             else:
                 _launch(_choice_kernel, (token_tiles,), (partial, *given, counts, tokens, experts, top_k, *numbers),

@@ -8,7 +8,8 @@ With S the scores (0 outside the chosen with "softmax_chosen"), g the gradient o
     grad_x = d_logits @ weight,   grad_weight = d_logits.T @ x,   grad_bias = sum(d_logits, tokens)
 
 Nothing is saved but logits and indices: the scores are computed again. d_logits has the dtype of the logits; where that is fp32
-beside bf16 operands, it is multiplied as the sum of two bf16 numbers, 16 bits of mantissa. Where D is 0, so are its gradients.
+beside operands of 16 bits, it is multiplied as the sum of two bf16 numbers, 16 bits of mantissa. Where D is 0, so are its
+gradients. grad_x is a product of the launch that makes d_logits, but for fp32 operands, which do not fit its registers.
 
 HBM, in elements: reads logits, indices, their gradients, x, weight and, for the weight, d_logits once; writes the gradients,
 and d_logits. grad_weight and grad_bias are sums over parts of the tokens in a fixed order: equal bits from run to run.
@@ -19,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._gemm import accumulator, load_tile, store_tile, sum_rows
+from ._gemm import accumulator, grad_input, load_tile, store_tile, sum_rows
 from ._lang import cdiv, tl, triton
 from ._launch import contiguous_last, on_device
 from ._launch import launch as _launch
@@ -34,7 +35,7 @@ _WEIGHTS = flag("need_weight", "need_bias")
 def _input_config(experts: int, itemsize: int, target: Target) -> tuple[int, int, int]:
     """(tokens, columns of hidden, warps) of a tile of grad_x. Not measured: a program holds several [tokens, experts]."""
     ep = index_block(experts)
-    tokens = max(16, min(64, 8192 // ep))
+    tokens = max(16, min(64, 4096 // ep))
     cols = next((n for n in (64, 32) if ep * n * itemsize * 2 <= target.smem_bytes // 2), 16)
     return tokens, cols, max(4, min(16, tokens * ep // 512))
 
@@ -52,10 +53,19 @@ def _wide(args: Args) -> bool:
     return max(args["x"].element_size(), args["logits"].element_size()) >= 4
 
 
+def _inline(args: Args) -> bool:
+    """Whether grad_x is made where d_logits is."""
+    return args["x"].element_size() < 4
+
+
 def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
     parts = _weight_config(sizes, _wide(args), target_of(args["x"].device))[3]
     columns = args["need_weight"] * sizes["hidden"] + args["need_bias"]
     return {"columns": columns, **({"parts": parts} if parts > 1 and columns else {})}
+
+
+def _own_flops(s: Sizes, a: Args) -> int:
+    return 12 * s["tokens"] * s["experts"]
 
 
 def _gemm_flops(s: Sizes, a: Args) -> int:
@@ -67,7 +77,7 @@ SPEC = Spec(
     reads={"x": "tokens hidden", "weight": "experts hidden", "logits": "tokens experts", "indices": "tokens top_k",
            "grad_weights": "tokens top_k", "grad_logits": "tokens experts"},
     optional=frozenset({"grad_weights", "grad_logits"}),
-    any_dtype=frozenset({"weight", "logits", "indices", "grad_weights", "grad_logits"}),
+    any_dtype=frozenset({"logits", "indices", "grad_weights", "grad_logits"}),
     read_bytes={
         "weight": lambda s, a: None if a["need_x"] else 0,
         "x": lambda s, a: None if a["need_weight"] else 0,
@@ -80,18 +90,20 @@ SPEC = Spec(
         "grad_bias": Write("experts", "weight", flag("need_bias")),
     },
     scratch={
-        "d_logits": Write("tokens experts", "logits", _WEIGHTS),
+        "d_logits": Write("tokens experts", "logits", lambda args: _WEIGHTS(args) or args["need_x"] and not _inline(args)),
         "partial": Write("parts experts columns", "accumulate:x", _WEIGHTS),
     },
     derive=_axes,
     stages=(
         Stage("moe_route_grad_input", ("logits", "indices", "grad_weights", "grad_logits", "weight"), ("grad_x", "d_logits"),
-              lambda s, a: 12 * s["tokens"] * s["experts"] + (_gemm_flops(s, a) if a["need_x"] else 0)),
-        Stage("moe_route_grad_weight", ("d_logits", "x"), ("partial",), _gemm_flops, beside="partial"),
-        Stage("moe_route_grad_weight", ("d_logits", "x"), ("grad_weight", "grad_bias"), _gemm_flops, beside="d_logits",
-              unless="partial"),
-        Stage("sum_rows", ("partial",), ("grad_weight", "grad_bias"), lambda s, a: s["parts"] * s["experts"] * s["columns"],
-              beside="partial"),
+              lambda s, a: _own_flops(s, a) + (_gemm_flops(s, a) if a["need_x"] else 0), when=lambda s, a: _inline(a)),
+        Stage("moe_route_grad_logits", ("logits", "indices", "grad_weights", "grad_logits"), ("d_logits",), _own_flops,
+              when=lambda s, a: not _inline(a)),
+        Stage("grad_input", ("d_logits", "weight"), ("grad_x",), _gemm_flops, when=lambda s, a: not _inline(a)),
+        Stage("moe_route_grad_weight", ("d_logits", "x"), ("partial",), _gemm_flops, when=lambda s, a: "parts" in s),
+        Stage("moe_route_grad_weight", ("d_logits", "x"), ("grad_weight", "grad_bias"), _gemm_flops,
+              when=lambda s, a: "parts" not in s),
+        Stage("sum_rows", ("partial",), ("grad_weight", "grad_bias"), lambda s, a: s["parts"] * s["experts"] * s["columns"]),
     ),
 )  # fmt: skip
 
@@ -127,15 +139,17 @@ def reference(
 
 @triton.jit
 def _times(a, b, acc, ACC: tl.constexpr):
-    """acc + a @ b; a may be wider than b."""
-    if a.dtype == tl.float32 and b.dtype == tl.bfloat16:
-        high = a.to(tl.bfloat16)
-        low = (a - high.to(tl.float32)).to(tl.bfloat16)
-        return tl.dot(high, b, tl.dot(low, b, acc))
-    elif a.dtype == b.dtype:
+    """acc + a @ b; a may be fp32 where b has 16 bits."""
+    if a.dtype == b.dtype:
         return tl.dot(a, b, acc, input_precision="ieee", out_dtype=ACC)
     else:
-        return tl.dot(a.to(ACC), b.to(ACC), acc, input_precision="ieee", out_dtype=ACC)
+        high = a.to(tl.bfloat16)
+        low = (a - high.to(tl.float32)).to(tl.bfloat16)
+        whole = b.to(tl.bfloat16)
+        acc = tl.dot(low, whole, acc)
+        if b.dtype == tl.float16:  # exact in two bf16 numbers
+            acc = tl.dot(high, (b.to(tl.float32) - whole.to(tl.float32)).to(tl.bfloat16), acc)
+        return tl.dot(high, whole, acc)
 
 
 @triton.jit
@@ -180,7 +194,7 @@ def _logits_gradient(
 @triton.jit(do_not_specialize=["T"])
 def _input_kernel(
     logits, indices, grad_weights, grad_logits, weight, d_logits, grad_x, T, E, K, H, SPAN, stride_w, eps, scale,
-    SCORING: tl.constexpr, RENORMALISE: tl.constexpr, NEED_X: tl.constexpr, NEED_W: tl.constexpr, BT: tl.constexpr,
+    SCORING: tl.constexpr, RENORMALISE: tl.constexpr, NEED_X: tl.constexpr, NEED_D: tl.constexpr, BT: tl.constexpr,
     BH: tl.constexpr, EP: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Grid (token tiles, parts of SPAN columns of hidden); the first part writes d_logits."""
@@ -188,7 +202,7 @@ def _input_kernel(
     token = row + tl.arange(0, BT)
     d = _logits_gradient(logits, indices, grad_weights, grad_logits, token, token < T, E, K, eps, scale, SCORING, RENORMALISE,
                          BT, EP, ACC).to(logits.dtype.element_ty)  # fmt: skip
-    if NEED_W:
+    if NEED_D:
         if tl.program_id(1) == 0:
             store_tile(d_logits, row, 0, d, T, E, E, BT, EP, False)
     if NEED_X:
@@ -246,7 +260,8 @@ def launch(
     block, cols, warps = _input_config(experts, weight.element_size(), target)
     token_tiles = cdiv(tokens, block)
     # Few token tiles share the columns out among the SMs; each recomputes the small d_logits.
-    parts = max(1, min(target.sms // token_tiles, cdiv(hidden, cols))) if need_x else 1
+    inline = need_x and _inline(args)
+    parts = max(1, min(target.sms // token_tiles, cdiv(hidden, cols))) if inline else 1
     span = cdiv(cdiv(hidden, parts), cols) * cols
     with on_device(x):
         if need_x or need_weight or need_bias:
@@ -254,10 +269,11 @@ def launch(
                 _input_kernel, (token_tiles, cdiv(hidden, span)),
                 (logits, indices, grad_weights, grad_logits, weight, d_logits, grad_x, tokens, experts, sizes["top_k"], hidden,
                  span, weight.stride(0), eps, None if scale == 1.0 else scale),
-                {"SCORING": scoring, "RENORMALISE": renormalise, "NEED_X": need_x, "NEED_W": need_weight or need_bias,
-                 "BT": block, "BH": cols, "EP": index_block(experts), "STAGES": 2, "ACC": acc, "num_warps": warps,
-                 "num_stages": 2},
+                {"SCORING": scoring, "RENORMALISE": renormalise, "NEED_X": inline, "NEED_D": d_logits.numel() > 0, "BT": block,
+                 "BH": cols, "EP": index_block(experts), "STAGES": 2, "ACC": acc, "num_warps": warps, "num_stages": 2},
             )  # fmt: skip
+        if need_x and not inline:
+            grad_input([d_logits], [weight], grad_x)
         if need_weight or need_bias:
             rows, cols, step, parts = _weight_config(sizes, _wide(args), target)
             whole = need_weight * experts * hidden
