@@ -37,6 +37,7 @@ from fusedblock.kernels._attention_skeleton import Skeleton, skeleton
 from fusedblock.kernels._launch import replays, runs_kernels
 from fusedblock.kernels._math import plain_activate
 from fusedblock.kernels._replay import Fixed, replayed
+from fusedblock.kernels._router import RouterSpec
 from fusedblock.kernels._spec import Cost, Op, ShapeError
 from fusedblock.kernels._target import Target, override, target_of
 from fusedblock.kernels.decode_attention import Problem as DecodeProblem
@@ -46,10 +47,11 @@ from fusedblock.kernels.static_cache import store as store_slots
 from fusedblock.options import current, under
 
 __all__ = [
-    "COSTS", "OPS", "Choice", "Composite", "DecodeProblem", "Fixed", "ShapeError", "Skeleton", "Target", "attention_args",
-    "call_attention", "choose", "batch_invariant", "decode_launches", "define", "define_composite", "deterministic", "direct",
-    "dispatched", "empty", "fits_slots", "gated_mlp", "layer_norm", "linear", "normalise_mask", "plain_activate", "plain_mlp",
-    "refuse_gradients", "qkv_rope", "rms_norm", "rope", "skeleton", "store_slots", "target_of", "wants_grad",
+    "COSTS", "OPS", "Choice", "Composite", "DecodeProblem", "Fixed", "RouterSpec", "ShapeError", "Skeleton", "Target",
+    "attention_args", "call_attention", "choose", "batch_invariant", "decode_launches", "define", "define_composite",
+    "deterministic", "direct", "dispatched", "empty", "fits_slots", "gated_mlp", "layer_norm", "linear", "moe_index",
+    "moe_route", "normalise_mask", "plain_activate", "plain_mlp", "refuse_gradients", "qkv_rope", "rms_norm", "rope", "skeleton",
+    "store_slots", "target_of", "wants_grad",
 ]  # fmt: skip
 
 
@@ -448,6 +450,21 @@ def plain_mlp(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activati
     """
     out, _ = _plain_mlp_op(_rows("plain_mlp", "x", x), weight, bias, activation, wants_grad(x, weight, bias))
     return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def moe_route(x: Tensor, weight: Tensor, spec: RouterSpec, bias: Tensor | None = None, correction_bias: Tensor | None = None, *,
+              tile_rows: int) -> tuple[Tensor, ...]:  # fmt: skip
+    """A router's weights and indices `tokens top_k`, logits `tokens experts`, and the index that moe_experts reads: order,
+    inverse, offsets and tiles of tile_rows rows. x `tokens hidden`, weight `experts hidden`. See kernels/moe_route.py."""
+    for name, t, given in (("bias", bias, spec.bias), ("correction_bias", correction_bias, spec.correction_bias)):
+        if (t is not None) != given:
+            raise ValueError(f"moe_route: {name} is {'None' if t is None else 'a tensor'}, but the router has {name}={given}")
+    return _moe_route_op(x, weight, bias, correction_bias, *spec.numbers(x.dtype), tile_rows)
+
+
+def moe_index(indices: Tensor, experts: int, tile_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """order, inverse, offsets and tiles of given choices `tokens top_k`. See kernels/moe_index.py."""
+    return _moe_index_op(indices, experts, tile_rows)
 
 
 def attention_args(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None = None, bias: Tensor | None = None,

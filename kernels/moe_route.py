@@ -46,6 +46,7 @@ from ._moe_index import (
     tabulate,
     warps_for,
 )
+from ._router import SCORINGS as SCORINGS
 from ._router import check_router
 from ._spec import Args, Op, ShapeError, Sizes, Spec, Stage, Write, accumulate_dtype
 from ._target import Target, target_of
