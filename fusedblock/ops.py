@@ -145,6 +145,7 @@ def _autograd(op: Op, names: list[str], results: list[str], backward: Any) -> No
     """Wire autograd by names: what the backward takes is saved, what it returns goes to the inputs of those names."""
     assert op.backward is not None
     takes, gives = list(_signature(op.backward.launch).parameters), list(op.backward.spec.writes)
+    optional = op.backward.spec.optional
     differentiable = [r for r in results if f"grad_{r}" in takes]
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -172,7 +173,7 @@ def _autograd(op: Op, names: list[str], results: list[str], backward: Any) -> No
         need = dict(zip(names, ctx.needs_input_grad))
         given = dict(zip(results, grads))
         for r, (shape, dtype, device) in zip(differentiable, ctx.like):
-            if given[r] is None and f"grad_{r}" not in op.backward.spec.optional:
+            if given[r] is None and f"grad_{r}" not in optional:
                 given[r] = torch.zeros(shape, dtype=dtype, device=device)
         known = {**dict(zip(ctx.tensors, ctx.saved_tensors)), **ctx.others}
         known.update({f"grad_{r}": g for r, g in given.items()})

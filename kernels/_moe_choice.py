@@ -42,13 +42,13 @@ def _best(key, index):
 
 
 @triton.jit
-def _limit_groups(key, GROUPS: tl.constexpr, TOPK: tl.constexpr, SIZE: tl.constexpr, TOP2: tl.constexpr, EP: tl.constexpr,
-                  LOWEST: tl.constexpr):  # fmt: skip
-    """key [tokens, EP], next to lowest outside the TOPK groups of SIZE experts that score highest."""
+def _limit_groups(key, groups, topk, SIZE: tl.constexpr, TOP2: tl.constexpr, EP: tl.constexpr, LOWEST: tl.constexpr):
+    """key [tokens, EP], next to lowest outside the topk groups of SIZE experts that score highest. The numbers are no constants:
+    the loops over them stay loops, where unrolled they take one compiler half a minute."""
     expert = tl.arange(0, EP)
     group = expert // SIZE
     score = key * 0 + LOWEST
-    for g in range(GROUPS):
+    for g in range(groups):
         own = tl.where((group == g)[None, :], key, LOWEST)
         highest, first = _best(own, expert)
         if TOP2:
@@ -56,7 +56,7 @@ def _limit_groups(key, GROUPS: tl.constexpr, TOPK: tl.constexpr, SIZE: tl.conste
             highest = _ordered(_value(highest) + _value(second))
         score = tl.where((group == g)[None, :], highest[:, None], score)
     allowed = key != key
-    for _ in range(TOPK):
+    for _ in range(topk):
         _, winner = _best(score, group)
         hit = group[None, :] == winner[:, None]
         allowed = allowed | hit
@@ -77,11 +77,14 @@ def scores_of(logits, real, SCORING: tl.constexpr):
 
 @triton.jit
 def choose(
-    logits, token, live, bias, correction, weights, indices, logits_out, E, K, eps, scale,
-    SCORING: tl.constexpr, KP: tl.constexpr, GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr,
-    SIZE: tl.constexpr, TOP2: tl.constexpr, RENORMALISE: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr,
+    logits, token, live, bias, correction, weights, indices, logits_out, E, K, numbers,
+    SCORING: tl.constexpr, KP: tl.constexpr, GROUPED: tl.constexpr, SIZE: tl.constexpr, TOP2: tl.constexpr,
+    RENORMALISE: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
-    """Finish the logits [BT, EP] of one token tile. Returns (experts [BT, KP], which [BT, EP] are among them)."""
+    """Finish the logits [BT, EP] of one token tile; numbers: (groups, topk_groups, eps, scale or None).
+
+    Returns (experts [BT, KP], which [BT, EP] are among them)."""
+    groups, topk_groups, eps, scale = numbers
     ACC: tl.constexpr = logits.dtype
     LOWEST: tl.constexpr = -0x8000000000000000 if ACC == tl.float64 else -0x80000000
     expert = tl.arange(0, EP)
@@ -97,8 +100,8 @@ def choose(
     if correction is not None:
         choice += tl.load(correction + expert, expert < E, other=0.0).to(ACC)[None, :]
     key = tl.where(real, _ordered(choice), LOWEST)
-    if GROUPS > 1:
-        key = _limit_groups(key, GROUPS, TOPK_GROUPS, SIZE, TOP2, EP, LOWEST)
+    if GROUPED:
+        key = _limit_groups(key, groups, topk_groups, SIZE, TOP2, EP, LOWEST)
     left = key
     chosen = tl.full([BT, KP], -1, tl.int32)
     weight = tl.zeros([BT, KP], ACC)

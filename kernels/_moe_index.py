@@ -156,7 +156,7 @@ def index_kernel(
     for i in range(0, TILES, ROWS):
         row = tl.arange(0, ROWS)
         tile = i + row
-        at = counts + i.to(tl.int64) * E + row[:, None] * E + expert[None, :]
+        at = counts + tl.cast(i, tl.int64) * E + row[:, None] * E + expert[None, :]
         n = tl.load(at, (tile < TILES)[:, None] & (expert < E)[None, :], other=0)
         total += tl.sum(n, 0)
         before += tl.sum(tl.where((tile < mine)[:, None], n, 0), 0)

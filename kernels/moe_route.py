@@ -89,10 +89,8 @@ def configure(tokens: int, experts: int, itemsize: int, target: Target) -> Confi
 
 def _ring(rows: int, itemsize: int, target: Target) -> tuple[int, int]:
     """block_k and stages of the deepest ring of operand tiles that fits."""
-    choices = ((64, 3), (64, 2), (32, 3), (32, 2), (16, 2))
-    if itemsize >= 4:
-        choices = choices[2:]
-    return next((c for c in choices if rows * c[0] * c[1] * itemsize <= target.smem_bytes * 3 // 4), (16, 1))
+    choices = [(64, 3), (64, 2), (32, 3), (32, 2), (16, 2)]
+    return next((c for c in choices[2 if itemsize >= 4 else 0 :] if rows * c[0] * c[1] * itemsize <= target.smem_bytes * 3 // 4), (16, 1))
 
 
 def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
@@ -241,47 +239,49 @@ def _sum_parts(partial, token, live, T, E, SPLITS: tl.constexpr, BT: tl.constexp
 
 @triton.jit(do_not_specialize=["T"])
 def _choice_kernel(
-    partial, bias, correction, weights, indices, logits, counts, T, E, K, eps, scale,
-    SPLITS: tl.constexpr, SCORING: tl.constexpr, KP: tl.constexpr, GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr,
-    SIZE: tl.constexpr, TOP2: tl.constexpr, RENORMALISE: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr, ACC: tl.constexpr,
+    partial, bias, correction, weights, indices, logits, counts, T, E, K, groups, topk_groups, eps, scale,
+    SPLITS: tl.constexpr, SCORING: tl.constexpr, KP: tl.constexpr, GROUPED: tl.constexpr, SIZE: tl.constexpr,
+    TOP2: tl.constexpr, RENORMALISE: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Grid (token tiles)."""
+    numbers = (groups, topk_groups, eps, scale)
     program = tl.program_id(0)
     token = program * BT + tl.arange(0, BT)
     expert = tl.arange(0, EP)
     acc = _sum_parts(partial, token, token < T, T, E, SPLITS, BT, EP, ACC)
-    _, selected = choose(acc, token, token < T, bias, correction, weights, indices, logits, E, K, eps, scale, SCORING, KP,
-                          GROUPS, TOPK_GROUPS, SIZE, TOP2, RENORMALISE, BT, EP)  # fmt: skip
+    _, selected = choose(acc, token, token < T, bias, correction, weights, indices, logits, E, K, numbers, SCORING, KP, GROUPED,
+                         SIZE, TOP2, RENORMALISE, BT, EP)  # fmt: skip
     tl.store(counts + program.to(tl.int64) * E + expert, tl.sum(selected, 0), expert < E)
 
 
 @triton.jit(do_not_specialize=["T", "MAX_TILES"])
 def _single_kernel(
-    partial, bias, correction, weights, indices, logits, order, inverse, offsets, tiles, T, E, K, MAX_TILES, eps, scale,
-    TILES: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, SCORING: tl.constexpr, KP: tl.constexpr,
-    GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP2: tl.constexpr, RENORMALISE: tl.constexpr,
-    BT: tl.constexpr, EP: tl.constexpr, ACC: tl.constexpr,
+    partial, bias, correction, weights, indices, logits, order, inverse, offsets, tiles, T, E, K, MAX_TILES, groups, topk_groups,
+    eps, scale, ONE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, SCORING: tl.constexpr, KP: tl.constexpr,
+    GROUPED: tl.constexpr, SIZE: tl.constexpr, TOP2: tl.constexpr, RENORMALISE: tl.constexpr, BT: tl.constexpr,
+    EP: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """One program: the choice for all TILES token tiles, and the index."""
+    """One program: the choice for all token tiles, ONE or more, and the index."""
+    numbers = (groups, topk_groups, eps, scale)
     token = tl.arange(0, BT)
     nothing = tl.zeros([EP], tl.int32)
-    if TILES == 1:
+    if ONE:
         acc = _sum_parts(partial, token, token < T, T, E, SPLITS, BT, EP, ACC)
-        chosen, selected = choose(acc, token, token < T, bias, correction, weights, indices, logits, E, K, eps, scale, SCORING,
-                                   KP, GROUPS, TOPK_GROUPS, SIZE, TOP2, RENORMALISE, BT, EP)  # fmt: skip
+        chosen, selected = choose(acc, token, token < T, bias, correction, weights, indices, logits, E, K, numbers, SCORING, KP,
+                                  GROUPED, SIZE, TOP2, RENORMALISE, BT, EP)  # fmt: skip
         total = tl.sum(selected, 0)
         place(chosen, selected, nothing, total, token, token < T, order, inverse, E, K, KP, EP)
     else:
         total = nothing
-        for i in range(TILES):
+        for i in range(tl.cdiv(T, BT)):
             at = i * BT + token
             acc = _sum_parts(partial, at, at < T, T, E, SPLITS, BT, EP, ACC)
-            _, selected = choose(acc, at, at < T, bias, correction, weights, indices, logits, E, K, eps, scale, SCORING, KP,
-                                  GROUPS, TOPK_GROUPS, SIZE, TOP2, RENORMALISE, BT, EP)  # fmt: skip
+            _, selected = choose(acc, at, at < T, bias, correction, weights, indices, logits, E, K, numbers, SCORING, KP,
+                                 GROUPED, SIZE, TOP2, RENORMALISE, BT, EP)  # fmt: skip
             total += tl.sum(selected, 0)
         tl.debug_barrier()  # the indices, which other threads of this program wrote, are read again
         before = nothing
-        for i in range(TILES):
+        for i in range(tl.cdiv(T, BT)):
             at = i * BT + token
             chosen = load_chosen(indices, at, at < T, K, KP)
             selected = count_chosen(chosen, K, KP, BT, EP)
@@ -292,18 +292,18 @@ def _single_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def _route_kernel(
-    x, weight, bias, correction, weights, indices, logits, counts, T, E, K, H, stride_x, stride_w, eps, scale,
-    BK: tl.constexpr, STAGES: tl.constexpr, SCORING: tl.constexpr, KP: tl.constexpr, GROUPS: tl.constexpr,
-    TOPK_GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP2: tl.constexpr, RENORMALISE: tl.constexpr, BT: tl.constexpr,
-    EP: tl.constexpr, ACC: tl.constexpr,
+    x, weight, bias, correction, weights, indices, logits, counts, T, E, K, H, stride_x, stride_w, groups, topk_groups, eps,
+    scale, BK: tl.constexpr, STAGES: tl.constexpr, SCORING: tl.constexpr, KP: tl.constexpr, GROUPED: tl.constexpr,
+    SIZE: tl.constexpr, TOP2: tl.constexpr, RENORMALISE: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Grid (token tiles): the whole logits of a tile, and the choice."""
+    numbers = (groups, topk_groups, eps, scale)
     program = tl.program_id(0)
     token = program * BT + tl.arange(0, BT)
     expert = tl.arange(0, EP)
     acc = _product(x, weight, program * BT, 0, 0, H, T, E, stride_x, stride_w, BT, EP, BK, STAGES, ACC)
-    _, selected = choose(acc, token, token < T, bias, correction, weights, indices, logits, E, K, eps, scale, SCORING, KP,
-                          GROUPS, TOPK_GROUPS, SIZE, TOP2, RENORMALISE, BT, EP)  # fmt: skip
+    _, selected = choose(acc, token, token < T, bias, correction, weights, indices, logits, E, K, numbers, SCORING, KP, GROUPED,
+                         SIZE, TOP2, RENORMALISE, BT, EP)  # fmt: skip
     tl.store(counts + program.to(tl.int64) * E + expert, tl.sum(selected, 0), expert < E)
 
 
@@ -328,18 +328,18 @@ def launch(
     c = configure(tokens, experts, x.element_size(), target)
     ring = {"BK": c.block_k, "STAGES": c.num_stages}
     how = {
-        "SCORING": scoring, "KP": next_power_of_2(top_k), "GROUPS": groups, "TOPK_GROUPS": topk_groups,
+        "SCORING": scoring, "KP": next_power_of_2(top_k), "GROUPED": groups > 1,
         "SIZE": experts // groups, "TOP2": group_score == "top2", "RENORMALISE": renormalise, "BT": c.block_tokens,
         "EP": index_block(experts), "ACC": accumulator(x), "num_warps": warps_for(c.block_tokens, experts),
     }  # fmt: skip
     token_tiles = cdiv(tokens, c.block_tokens)
     given = (bias, correction_bias, weights, indices, logits)
-    numbers = (eps, None if scale == 1.0 else scale)
+    rule = (groups, topk_groups, eps, None if scale == 1.0 else scale)
     with on_device(x):
         if c.fused:
             _launch(
                 _route_kernel, (token_tiles,),
-                (x, weight, *given, counts, tokens, experts, top_k, hidden, x.stride(0), weight.stride(0), *numbers),
+                (x, weight, *given, counts, tokens, experts, top_k, hidden, x.stride(0), weight.stride(0), *rule),
                 {**ring, **how, "num_warps": max(4, how["num_warps"] // 2), "num_stages": c.num_stages},
             )  # fmt: skip
         else:
@@ -352,12 +352,12 @@ def launch(
             )  # fmt: skip
             if c.single:
                 _launch(
-                    _single_kernel, (1,), (partial, *given, *index, tokens, experts, top_k, tiles.shape[0], *numbers),
-                    {"TILES": token_tiles, "TILE": tile_rows, "SPLITS": c.splits, **how,
+                    _single_kernel, (1,), (partial, *given, *index, tokens, experts, top_k, tiles.shape[0], *rule),
+                    {"ONE": token_tiles == 1, "TILE": tile_rows, "SPLITS": c.splits, **how,
                      "num_warps": min(16, 2 * how["num_warps"]) if token_tiles > 1 else how["num_warps"]},
                 )  # fmt: skip
             else:
-                _launch(_choice_kernel, (token_tiles,), (partial, *given, counts, tokens, experts, top_k, *numbers),
+                _launch(_choice_kernel, (token_tiles,), (partial, *given, counts, tokens, experts, top_k, *rule),
                         {"SPLITS": c.splits, **how})  # fmt: skip
         if not c.single:
             launch_index(indices, counts, tuple(index), experts, tile_rows, c.block_tokens, target)
