@@ -89,8 +89,8 @@ def configure(tokens: int, experts: int, itemsize: int, target: Target) -> Confi
 
 def _ring(rows: int, itemsize: int, target: Target) -> tuple[int, int]:
     """block_k and stages of the deepest ring of operand tiles that fits."""
-    choices = [(64, 3), (64, 2), (32, 3), (32, 2), (16, 2)]
-    return next((c for c in choices[2 if itemsize >= 4 else 0 :] if rows * c[0] * c[1] * itemsize <= target.smem_bytes * 3 // 4), (16, 1))
+    choices = [(64, 3), (64, 2), (32, 3), (32, 2), (16, 2)][2 if itemsize >= 4 else 0 :]
+    return next((c for c in choices if rows * c[0] * c[1] * itemsize <= target.smem_bytes * 3 // 4), (16, 1))
 
 
 def _axes(sizes: Sizes, args: Args) -> dict[str, int]:

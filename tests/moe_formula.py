@@ -31,7 +31,8 @@ def chosen(choice: list[float], top_k: int, groups: int, topk_groups: int, group
 
 def choose(choice: Tensor, a: dict[str, Any]) -> Tensor:
     rules = (a["top_k"], a["groups"], a["topk_groups"], a["group_score"])
-    return torch.tensor([chosen(row, *rules) for row in choice.tolist()]).view(-1, a["top_k"])
+    rows = [chosen(row, *rules) for row in choice.tolist()]
+    return torch.tensor(rows, dtype=torch.int64, device=choice.device).view(-1, a["top_k"])
 
 
 def index(indices: Tensor, experts: int, tile_rows: int) -> dict[str, Tensor]:
@@ -46,8 +47,9 @@ def index(indices: Tensor, experts: int, tile_rows: int) -> dict[str, Tensor]:
     tiles = [(e, r, min(r + tile_rows, offsets[e + 1])) for e, r in firsts]
     most = indices.numel() // tile_rows + min(experts, indices.numel())
     table = [(*t, len(tiles)) for t in tiles + [(0, 0, 0)] * (most - len(tiles))]
-    return {"order": torch.tensor(rows), "inverse": torch.tensor(inverse).view(indices.shape), "offsets": torch.tensor(offsets),
-            "tiles": torch.tensor(table).view(-1, 4)}  # fmt: skip
+    made = {"order": rows, "inverse": inverse, "offsets": offsets, "tiles": table}
+    tensors = {name: torch.tensor(values, dtype=torch.int64, device=indices.device) for name, values in made.items()}
+    return {**tensors, "inverse": tensors["inverse"].view(indices.shape), "tiles": tensors["tiles"].view(-1, 4)}
 
 
 def moe_route(a: dict[str, Any]) -> dict[str, Tensor]:

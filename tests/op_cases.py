@@ -248,7 +248,7 @@ def route_case(tokens: int, hidden: int, experts: int, top_k: int, scoring: str 
     def make(dtype: torch.dtype, g: torch.Generator) -> Args:
         out = accumulate_dtype(dtype) if "wide" in words else dtype
         a = {
-            "x": randn(40 + 3 * tokens, hidden, dtype=dtype, generator=g),
+            "x": randn(100 + 4 * tokens, hidden, dtype=dtype, generator=g),
             "weight": randn(experts, hidden, dtype=dtype, generator=g, scale=1.5 * hidden**-0.5),
             "bias": randn(experts, dtype=dtype, generator=g) if "bias" in words else None,
             "correction_bias": randn(experts, dtype=accurate(dtype), generator=g, scale=0.2) if "correction" in given else None,
@@ -257,12 +257,13 @@ def route_case(tokens: int, hidden: int, experts: int, top_k: int, scoring: str 
             "tile_rows": tile_rows,
         }  # fmt: skip
         logits = a["x"].double() @ a["weight"].double().t() + (0 if a["bias"] is None else a["bias"].double())
-        steady = torch.ones(len(logits), dtype=torch.bool)
+        steady = torch.arange(len(logits))
         calm = choose(choice_of(logits, scoring, a["correction_bias"])[1], a)
-        for _ in range(6):
-            disturbed = logits + 0.02 * (2 * torch.rand(logits.shape, generator=g, dtype=torch.float64) - 1)
-            steady &= (choose(choice_of(disturbed, scoring, a["correction_bias"])[1], a) == calm).all(1)
-        assert steady.sum() >= tokens
+        for _ in range(20):
+            disturbed = logits[steady] + 0.08 * (torch.rand(len(steady), experts, generator=g, dtype=torch.float64) - 0.5)
+            found = choose(choice_of(disturbed, scoring, a["correction_bias"])[1], a)
+            steady = steady[(found == calm[steady]).all(1)]
+        assert len(steady) >= tokens
         return {**a, "x": a["x"][steady][:tokens].contiguous()}
 
     name = f"moe_route-{tokens}x{hidden}-{top_k}of{experts}-{scoring}" + "-" * bool(given) + given.replace(" ", "+")
@@ -402,7 +403,7 @@ def error(got: Tensor, want: Tensor) -> float:
     """Relative error in the 2-norm."""
     assert got.shape == want.shape
     difference = torch.linalg.vector_norm(got.double() - want)
-    return float(difference / torch.linalg.vector_norm(want)) if difference else 0.0
+    return float(difference / torch.linalg.vector_norm(want.double())) if difference else 0.0
 
 
 def assert_accurate(got: Results, want: Results, plain: Results, dtype: torch.dtype) -> None:

@@ -19,6 +19,7 @@ from op_cases import (
     route_case,
     with_gradients,
 )
+from test_costs import bytes_of, counted, stated
 from test_ops import runs
 from torch import Tensor
 
@@ -235,6 +236,8 @@ def test_a_result_without_a_gradient_is_not_read(used, dtype):
         got = torch.autograd.grad(result, [*leaves.values()], g.to(result.dtype))
     absent = {"weights": "grad_logits", "logits": "grad_weights"}[used]
     assert launches[0].kernel == "_input_kernel" and launches[0].arguments[absent] is None
+    taken = {**backward_arguments("moe_route", a), absent: None}
+    assert counted("moe_route_backward", taken, "sm_90") == bytes_of(stated("moe_route_backward", taken, "sm_90"))
     exact = {**a, **{n: t.detach().double().requires_grad_() for n, t in leaves.items()}}
     want = torch.autograd.grad(formula("moe_route", exact)[used], [exact["x"], exact["weight"]], g)
     for p, q in zip(got, want):
@@ -261,6 +264,7 @@ def test_frozen_parameters_skip_their_launches_and_their_bytes(dtype, frozen, na
     with recording("sm_80") as launches:
         made = dict(zip(("x", "weight", "bias"), results(**taken)))
     assert kernels(launches) == names
+    assert counted("moe_route_backward", taken, "sm_80") == bytes_of(stated("moe_route_backward", taken, "sm_80"))
     want = dict(zip(("x", "weight", "bias"), OPS["moe_route_backward"].reference(**taken)))
     for n, t in made.items():
         assert bool(t.numel()) == needs[n]
