@@ -97,7 +97,8 @@ def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
     x, tokens, experts, top_k = args["x"], sizes["tokens"], sizes["experts"], args["top_k"]
     _check(args, experts)
     c = configure(tokens, experts, x.element_size(), target_of(x.device))
-    more = {} if c.single else {"token_tiles": cdiv(tokens, c.block_tokens)}
+    token_tiles = cdiv(tokens, c.block_tokens)
+    more = {"alone": token_tiles} if c.single else {"token_tiles": token_tiles}
     if not c.fused:
         more["splits"] = c.splits
     return {**index_axes("moe_route", tokens, top_k, experts, args["tile_rows"]), **more, "top_k": top_k}
@@ -144,7 +145,9 @@ SPEC = Spec(
     stages=(
         Stage("moe_logits", ("x", "weight"), ("partial",), _gemm_flops),
         Stage("moe_choice", ("partial", "bias", "correction_bias"), ("weights", "indices", "logits", *_INDEX), _choice_flops,
-              when=lambda s, a: "token_tiles" not in s),
+              when=lambda s, a: s.get("alone", 2) <= 1),
+        Stage("moe_choice", ("partial", "bias", "correction_bias", "indices"), ("weights", "indices", "logits", *_INDEX),
+              _choice_flops, when=lambda s, a: s.get("alone", 0) > 1),  # reads again what it chose for its first tiles
         Stage("moe_choice", ("partial", "bias", "correction_bias"), ("weights", "indices", "logits", "counts"), _choice_flops,
               when=lambda s, a: "token_tiles" in s and "splits" in s),
         Stage("moe_route", ("x", "weight", "bias", "correction_bias"), ("weights", "indices", "logits", "counts"),
