@@ -12,7 +12,7 @@
     x           tokens hidden            weight  experts hidden     bias  experts     of one dtype
     correction_bias  experts             of any dtype
     weights     tokens top_k             indices tokens top_k, int32            logits  tokens experts
-    order, inverse, offsets, tiles       see py
+    order, inverse, offsets, tiles       see _moe_index.py
 
 Scores are fp32 from the logits as they were rounded. Where the scores of all chosen experts underflow, weights are 0, not 0/0.
 A token with NaN gets weights of NaN and some experts, distinct as every token's are, so that the index stays right.
@@ -46,7 +46,6 @@ from ._moe_index import (
     tabulate,
     warps_for,
 )
-from ._router import SCORINGS as SCORINGS
 from ._router import check_router
 from ._spec import Args, Op, ShapeError, Sizes, Spec, Stage, Write, accumulate_dtype
 from ._target import Target, target_of

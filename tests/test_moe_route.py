@@ -25,7 +25,7 @@ from torch import Tensor
 
 import fusedblock
 from fusedblock import ops
-from fusedblock.kernels import _moe_index, moe_route
+from fusedblock.kernels import _moe_index, _router, moe_route
 from fusedblock.kernels._router import RouterSpec
 from fusedblock.kernels._spec import ShapeError
 from fusedblock.kernels._target import TARGETS
@@ -129,7 +129,7 @@ def test_ties_go_to_the_lower_index(tokens, scoring, options):
     assert torch.equal(call("moe_route", a)["indices"].long(), want)
 
 
-@pytest.mark.parametrize("scoring", moe_route.SCORINGS)
+@pytest.mark.parametrize("scoring", _router.SCORINGS)
 @pytest.mark.parametrize("level", [-200.0, 200.0, -1e30])
 def test_scores_that_underflow_make_no_nan(scoring, level):
     """All logits -200: sigmoid and, against one of 0, softmax are 0 in fp32. Weights and gradients stay numbers."""
