@@ -226,20 +226,22 @@ FORMS: dict[str, Callable[[Problem, Inputs, bool], Form]] = {
     "fa4": fa4,
     "standard": standard,
     "fusedblock": ours,
-    "fusedblock, portable": ours,  # inside `within`
+    "fusedblock, portable": ours,  # inside `within`, and the next
+    "fusedblock, Hopper": ours,
     "fusedblock, contiguous bf16": partial(ours, contiguous=True),
 }
 # Those that compile something for every case, which `ahead` does in many processes at once.
-COMPILED = ("fusedblock", "fusedblock, portable", "fusedblock, contiguous bf16", "flex", "fa4")
+COMPILED = ("fusedblock", "fusedblock, portable", "fusedblock, Hopper", "fusedblock, contiguous bf16", "flex", "fa4")
+_FORCED = {"fusedblock, portable": "portable", "fusedblock, Hopper": "hopper"}
 
 
 def within(name: str, call: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
     """A call, forward or backward, as the form of this name is to be run."""
-    if name != "fusedblock, portable":
+    if name not in _FORCED:
         return call
 
     def run() -> Any:
-        with forced("portable", device):
+        with forced(_FORCED[name], device):
             return call()
 
     return run

@@ -11,7 +11,7 @@ from torch import Tensor
 from . import _spec
 from ._attention_tiles import LOG2E, MAP_BLOCK, block_lists
 from ._lang import cdiv, next_power_of_2, tl
-from ._launch import contiguous_last, tma_ready
+from ._launch import contiguous_last, descriptor, tma_ready
 from ._spec import Args, ShapeError, Sizes
 from ._target import Target, target_of
 
@@ -278,6 +278,33 @@ def _strides(t: Tensor | None) -> tuple[Any, ...]:
     return b, h, s or None, k
 
 
+def term_box(target: Target, rows: int, keys: int, num_stages: int) -> tuple[int, int] | None:
+    """The tile of a mask or bias that TMA loads, None where pointers are better: with one stage TMA would be waited for at once,
+    while plain loads are on their way during a product."""
+    return (rows, keys) if target.tma and num_stages > 1 else None
+
+
+def _unexpanded(t: Tensor) -> Tensor:
+    """A mask or bias with batch and heads of size 1 where all are alike."""
+    b, h, _, _ = _strides(t)
+    return t[: None if b else 1, : None if h else 1]
+
+
+def takes_tma(t: Tensor) -> bool:
+    """Whether TMA can load tiles of a mask or bias: it has rows, and they lie as TMA wants them."""
+    return _strides(t)[2] is not None and tma_ready(_unexpanded(t))
+
+
+def _term(t: Tensor | None, box: tuple[int, int] | None) -> tuple[Any, tuple[Any, ...]]:
+    """(tensor or descriptor, strides) of a mask or bias as the kernels take them, see _attention_tiles.py.
+
+    Rows of a box are 128 bytes at least: of narrower ones beside wide ones triton 3.6 has made wrong sums (see dims)."""
+    strides = _strides(t)
+    if t is None or box is None or box[1] * t.element_size() < 128 or not takes_tma(t):
+        return t, strides
+    return descriptor(_unexpanded(t), [1, 1, *box]), (*(int(s != 0) for s in strides[:2]), 0, None)
+
+
 def _batch_stride(t: Tensor | None) -> int:
     """The stride over batch of a tensor `1|batch heads`."""
     return 0 if t is None or t.shape[0] == 1 else t.stride(0)
@@ -286,7 +313,7 @@ def _batch_stride(t: Tensor | None) -> int:
 class Facts(NamedTuple):
     """A kernel's arguments for the options: tensors, numbers, strides and constexprs, in the order the kernels take them."""
 
-    tensors: tuple[Tensor | None, ...]  # mask, bias, sinks, slopes, counts, lists, prefix, used, block_table, three scales, seed
+    tensors: tuple[Any, ...]  # mask, bias, sinks, slopes, counts, lists, prefix, used, block_table, three scales, seed
     numbers: tuple[Any, ...]  # scale (in base-2 units unless ADDED), cap, dropout_p, left, right
     strides: tuple[Any, ...]  # of mask (4), bias (4), slopes, counts (batch, heads), lists (rows), three scales
     constexprs: dict[str, Any]  # RIGHT, ADDED, MASKED, as _attention_tiles has them
@@ -301,8 +328,9 @@ def adds(args: Args) -> bool:
     return bool(added or args["q"].element_size() > 2)
 
 
-def launch_facts(args: Args, by_key: bool) -> Facts:
-    """by_key: the lists of the block map are of queries, for every block of keys."""
+def launch_facts(args: Args, by_key: bool, box: tuple[int, int] | None = None) -> Facts:
+    """by_key: the lists of the block map are of queries, for every block of keys. box: the tiles of mask and bias that TMA may
+    load."""
     mask, bias, block_map = (args.get(n) for n in ("mask", "bias", "block_map"))
     slopes, scales = args.get("alibi_slopes"), [args.get(n) for n in ("q_scale", "k_scale", "v_scale")]
     slopes, *scales = (None if t is None else t.contiguous() for t in (slopes, *scales))
@@ -314,6 +342,7 @@ def launch_facts(args: Args, by_key: bool) -> Facts:
         of_lists = (h * rows * (b > 1), rows * (h > 1), lists.shape[-1])
     left, right, softcap = args["left"], args["right"], args["softcap"]
     masked = mask.view(torch.uint8) if mask is not None and mask.dtype is torch.bool else mask
+    (masked, mask_strides), (bias, bias_strides) = _term(masked, box), _term(bias, box)
     added = adds(args)
     rest = [args.get(n) for n in ("prefix_lens", "seqused_k", "block_table")]
     sinks = args.get("sinks")
@@ -322,7 +351,7 @@ def launch_facts(args: Args, by_key: bool) -> Facts:
          *(None if t is None else t.contiguous() for t in rest), *scales, args["seed"] if args["dropout_p"] else None),
         (args["scale"] * (1 if added else LOG2E), softcap or None, args["dropout_p"], left if left >= 0 else None,
          max(right, 0)),
-        (*_strides(mask), *_strides(bias), _batch_stride(slopes), *of_lists, *map(_batch_stride, scales)),
+        (*mask_strides, *bias_strides, _batch_stride(slopes), *of_lists, *map(_batch_stride, scales)),
         {"RIGHT": 0 if right < 0 else 1 if right == 0 else 2, "ADDED": added, "MASKED": mask is not None},
     )  # fmt: skip
 
@@ -371,13 +400,24 @@ def reach(sizes: Sizes, args: Args) -> int:
     return min(sizes["context"], window)
 
 
-def section(sizes: Sizes, args: Args, target: Target, by_key: bool = False) -> int:
+def section(sizes: Sizes, args: Args, target: Target, by_key: bool = False) -> tuple[int, int]:
     """How many (batch entry, head) pairs go through their tiles together: few, so that L2 keeps what they share; by_key how many
-    (batch entry, key head) pairs. H200, 2026-11-29, causal B4 S4096: 8 heads 1.20 ms, 16 1.21, 32 1.27, 64 1.29, all 1.33."""
+    (batch entry, key head) pairs. And of how many batch entries, see _attention_tiles.entry_of.
+
+    H200, 2026-11-29, causal B4 S4096: 8 heads 1.20 ms, 16 1.21, 32 1.27, 64 1.29, all 1.33."""
+    group, n = 1 if by_key else sizes["group"], together(sizes, args)
+    pairs = max(1, 8 // group) * group
     if by_key:
         rows = args["q"].element_size() * sizes["seq"] * sizes["group"] * (sizes["head_dim"] + sizes["v_dim"])
-        return max(1, min(4, target.l2_bytes // 2 // max(1, rows)))
-    return max(1, 8 // sizes["group"]) * sizes["group"]
+        pairs = max(1, min(4, target.l2_bytes // 2 // max(1, rows)))
+    return (pairs if n == 1 else max(1, pairs // (n * group)) * n * group), n
+
+
+def together(sizes: Sizes, args: Args) -> int:
+    """How many batch entries share tiles of a mask or bias, 8 at most and a divisor of all; not measured."""
+    if not any(t is not None and (s := _strides(t))[2] is not None and s[0] == 0 for t in (args["mask"], args["bias"])):
+        return 1
+    return max(n for n in range(1, 9) if sizes["batch"] % n == 0)
 
 
 def dense_rows(*tensors: Tensor) -> list[Tensor]:

@@ -8,9 +8,12 @@ return None: absent second columns of a tile are some other tile, and D2 is 0.
 from __future__ import annotations
 
 from ._attention_tiles import (
+    entry_of,
     kept,
     key_range,
     load_rows,
+    load_term,
+    load_terms,
     no_nan,
     planned,
     power,
@@ -70,11 +73,11 @@ def constants(scale, dropout_p, ADDED: tl.constexpr, EXACT: tl.constexpr, ACC: t
 
 
 @triton.jit
-def weights(s, shift, row, col, geo, terms, scale, RIGHT: tl.constexpr, CHECK: tl.constexpr, ADDED: tl.constexpr):
+def weights(s, shift, row, col, geo, terms, loaded, scale, RIGHT: tl.constexpr, CHECK: tl.constexpr, ADDED: tl.constexpr):
     """(exp(logits - lse), d logit / d product if there is a softcap) of products s; all but s broadcast. shift: lse.
 
     shift and scale are in natural units if ADDED, in base-2 ones otherwise."""
-    s, slope = shape_logits(s, row, col, geo, terms, scale, ADDED)
+    s, slope = shape_logits(s, row, col, geo, terms, loaded, scale, ADDED)
     if not ADDED:
         s = s * scale
     p = power(s - shift, ADDED)
@@ -114,14 +117,24 @@ def logit_gradient(p, dp, delta, slope, SOFTCAP: tl.constexpr, GUARD: tl.constex
 
 
 @triton.jit
-def attended(p, cols, seen, geo, terms, BOUNDS: tl.constexpr):
+def store_logit_gradient(x, ds, row, col, seq, CONTEXT, BM: tl.constexpr, BN: tl.constexpr):
+    """ds `BM BN` into x, `seq CONTEXT`, from `row` and `col` on."""
+    r = row + tl.arange(0, BM)
+    c = col + tl.arange(0, BN)
+    at = x + r.to(tl.int64)[:, None] * CONTEXT + c[None, :]
+    tl.store(at, ds.to(x.dtype.element_ty), (r < seq)[:, None] & (c < CONTEXT)[None, :])
+
+
+@triton.jit
+def attended(p, b, h, col, seen, geo, terms, BN: tl.constexpr, BOUNDS: tl.constexpr):
     """Which keys some row of a tile of weights attends, or may; BOUNDS: `seen` (first, end) bounds them."""
-    mask, mask_row, mask_col, _, _, _, _, _, _ = terms
+    mask, mask_strides, _, _, _, _ = terms
     low, high = seen
+    cols = col + tl.arange(0, BN)
     live = (cols >= low) & (cols < high)
     if mask is not None:
-        if mask_row is None:
-            a = tl.load(mask + cols.to(tl.int64) * mask_col, cols < geo[1], other=0)
+        if mask_strides[2] is None:
+            a = load_term(mask, mask_strides, b, h, 0, col, 1, geo[1], 1, BN, True, False).reshape(BN)
             if a.dtype == tl.uint8:
                 shown = a != 0
             else:
@@ -173,16 +186,17 @@ def _delta_kernel(
 
 @triton.jit
 def _kv_block(
-    dk, dk2, dv, keys, cols, b, h, row, queries, geo, options, drop, scale,
+    dk, dk2, dv, keys, col, b, h, row, queries, geo, options, drop, scale,
     D: tl.constexpr, DP: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr,
     RIGHT: tl.constexpr, ADDED: tl.constexpr, GUARD: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The sums plus the part of BM query rows of one head."""
+    """The sums plus the part of BM query rows of one head, for the keys from `col` on."""
     kt, kt2, vt = keys
     q, q2, grad_out, delta, shift, segment, first, seq, SEQ, HEADS, q_strides, g_strides = queries
     bh = b * HEADS + h
     rows = row + tl.arange(0, BM)
+    cols = col + tl.arange(0, kt.shape[0])
     ok = rows < seq
     at = bh.to(tl.int64) * SEQ + first
     qt = load_rows(q, b, h, first + row, first + seq, q_strides, BM, D, DP, TMA, True)
@@ -192,17 +206,14 @@ def _kv_block(
         qt2 = load_rows(q2, b, h, first + row, first + seq, q_strides, BM, D, D2, TMA, True, DP)
     sh = tl.load(shift + at + rows, ok, other=float("inf"))
     de = tl.load(delta + at + rows, ok, other=0.0)
-    s = product(kt, kt2, qt, qt2, D2, PRECISION, ACC)
-    mask, mask_b, mask_h, mask_row, mask_col, bias, bias_b, bias_h, bias_row, bias_col, slopes, slopes_b, cap = options
-    if mask is not None:
-        mask += b.to(tl.int64) * mask_b + h.to(tl.int64) * mask_h
-    if bias is not None:
-        bias += b.to(tl.int64) * bias_b + h.to(tl.int64) * bias_h
+    mask, mask_strides, bias, bias_strides, slopes, slopes_b, cap = options
     if slopes is not None:
         slopes = tl.load(slopes + segment * slopes_b + h).to(ACC)
-    terms = (mask, mask_row, mask_col, bias, bias_row, bias_col, slopes, cap, seq)
+    terms = (mask, mask_strides, bias, bias_strides, slopes, cap)
+    loaded = load_terms(terms, b, h, row, col, seq, geo[1], BM, kt.shape[0], True, True)
+    s = product(kt, kt2, qt, qt2, D2, PRECISION, ACC)
     CHECK: tl.constexpr = RIGHT > 0 or geo[2] is not None
-    p, slope = weights(s, sh[None, :], rows[None, :], cols[:, None], geo, terms, scale, RIGHT, CHECK, ADDED)
+    p, slope = weights(s, sh[None, :], rows[None, :], cols[:, None], geo, terms, loaded, scale, RIGHT, CHECK, ADDED)
     keep = keep_mask(drop, (first + rows)[None, :], cols[:, None], bh)
     dv = added(dv, thinned(p, keep, drop), gt, PRECISION, ACC)
     dp = thinned(product(vt, vt, gt, gt, 0, PRECISION, ACC), keep, drop)
@@ -225,7 +236,7 @@ def _store_rows(x, total, at, ok, broken, BREAKS: tl.constexpr, COL: tl.constexp
 @triton.jit(do_not_specialize=["SECTION", "left", "right"])
 def _kv_kernel(
     q, q2, k, k2, v, grad_out, delta, shift, grad_k, grad_v, mask, bias, slopes, counts, lists, prefix, used, seed, schedule,
-    scale, cap, dropout_p, left, right, SEQ, CONTEXT, KV_HEADS, GROUP, BATCH_KV, SECTION,
+    scale, cap, dropout_p, left, right, SEQ, CONTEXT, KV_HEADS, GROUP, BATCH_KV, SECTION, TOGETHER,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_gb, stride_gs, stride_gh, stride_mb, stride_mh, stride_ms, stride_mk, stride_bb, stride_bh, stride_bs, stride_bk,
     stride_ab, stride_lb, stride_lh, stride_lq,
@@ -234,8 +245,7 @@ def _kv_kernel(
     ACC: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     bh, slot = slot_of(schedule, tl.cdiv(CONTEXT, BN), BATCH_KV, SECTION)  # longest first when causal
-    b = bh // KV_HEADS
-    kvh = bh % KV_HEADS
+    b, kvh = entry_of(bh, KV_HEADS, 1, TOGETHER)
     tile, k_first, context, first, seq, segment = place(schedule, slot, b, CONTEXT, SEQ, BN)
     limit = context  # of the keys to write
     context, broken = bounded(used, b, context, segment)
@@ -248,8 +258,8 @@ def _kv_kernel(
     if prefix is not None:
         prefix = tl.load(prefix + b)
     geo = (context - seq, context, left, right, prefix)
-    options = (mask, stride_mb, stride_mh, stride_ms, stride_mk, bias, stride_bb, stride_bh, stride_bs, stride_bk,
-               slopes, stride_ab, cap)  # fmt: skip
+    options = (mask, (stride_mb, stride_mh, stride_ms, stride_mk), bias, (stride_bb, stride_bh, stride_bs, stride_bk), slopes,
+               stride_ab, cap)  # fmt: skip
     queries = (q, q2, grad_out, delta, shift, segment, first, seq, SEQ, KV_HEADS * GROUP,
                (stride_qb, stride_qs, stride_qh), (stride_gb, stride_gs, stride_gh))  # fmt: skip
     k_strides = (stride_kb, stride_ks, stride_kh)
@@ -271,7 +281,7 @@ def _kv_kernel(
         for i in tl.range(0, GROUP * per, num_stages=NS):  # one loop over the group's heads, so that loads pipeline across them
             g = i // per
             row = (begin + i - g * per) * BM
-            dk, dk2, dv = _kv_block(dk, dk2, dv, keys, cols, b, kvh * GROUP + g, row, queries, geo, options, drop, scale,
+            dk, dk2, dv = _kv_block(dk, dk2, dv, keys, tile * BN, b, kvh * GROUP + g, row, queries, geo, options, drop, scale,
                                     D, DP, D2, DV, DVP, BM, RIGHT, ADDED, GUARD, TMA, ACC, PRECISION)  # fmt: skip
     else:
         for g in tl.range(0, GROUP, num_stages=1):
@@ -280,7 +290,7 @@ def _kv_kernel(
             blocks = lists + at * stride_lq
             for i in tl.range(0, tl.load(counts + at) * (128 // BM), num_stages=NS):
                 row = tl.load(blocks + i // (128 // BM)) * 128 + i % (128 // BM) * BM
-                dk, dk2, dv = _kv_block(dk, dk2, dv, keys, cols, b, h, row, queries, geo, options, drop, scale,
+                dk, dk2, dv = _kv_block(dk, dk2, dv, keys, tile * BN, b, h, row, queries, geo, options, drop, scale,
                                         D, DP, D2, DV, DVP, BM, RIGHT, ADDED, GUARD, TMA, ACC, PRECISION)  # fmt: skip
     if used is not None:  # keys past the context, perhaps NaN
         dk = no_nan(dk, cols < context)
@@ -304,10 +314,12 @@ def _q_block(
     RIGHT: tl.constexpr, ADDED: tl.constexpr, GUARD: tl.constexpr, TMA: tl.constexpr, CHECK: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The sums plus the part of key block n. CHECK: the block may reach past what every row sees; seen: what some row sees."""
-    qt, qt2, gt, sh, de, bh, q_first = tiles
+    """The sums plus the part of key block n. CHECK: the block may reach past what every row sees; seen: what some row sees.
+    The gradients of its logits go to the last but one of `tiles` too, if that is not None."""
+    qt, qt2, gt, sh, de, h, bh, q_first, row, seq, grads, CONTEXT = tiles
     k, k2, v, b, kvh, first, k_strides, v_strides = keys
     context = geo[1]
+    loaded = load_terms(terms, b, h, row, n * BN, seq, context, rows.shape[0], BN, CHECK, False)
     cols = n * BN + tl.arange(0, BN)
     kt = load_rows(k, b, kvh, first + n * BN, first + context, k_strides, BN, D, DP, TMA, CHECK)
     vt = load_rows(v, b, kvh, first + n * BN, first + context, v_strides, BN, DV, DVP, TMA, CHECK)
@@ -316,12 +328,16 @@ def _q_block(
         kt2 = load_rows(k2, b, kvh, first + n * BN, first + context, k_strides, BN, D, D2, TMA, CHECK, DP)
     s = product(qt, qt2, kt, kt2, D2, PRECISION, ACC)
     dp = product(gt, gt, vt, vt, 0, PRECISION, ACC)
-    p, slope = weights(s, sh[:, None], rows[:, None], cols[None, :], geo, terms, scale, RIGHT, CHECK, ADDED)
+    p, slope = weights(s, sh[:, None], rows[:, None], cols[None, :], geo, terms, loaded, scale, RIGHT, CHECK, ADDED)
     keep = keep_mask(drop, (q_first + rows)[:, None], cols[None, :], bh)
     UNSEEN: tl.constexpr = (GUARD and CHECK) or terms[0] is not None
-    ds = logit_gradient(p, thinned(dp, keep, drop), de[:, None], slope, terms[7] is not None, UNSEEN)
+    dp = thinned(dp, keep, drop)
+    ds = logit_gradient(p, dp, de[:, None], slope, terms[5] is not None, UNSEEN)
+    if grads is not None:  # of the bias: before softcap
+        given = ds if terms[5] is None else logit_gradient(p, dp, de[:, None], slope, False, UNSEEN)
+        store_logit_gradient(grads, given, row, n * BN, seq, CONTEXT, rows.shape[0], BN)
     if UNSEEN:
-        live = attended(p, cols, seen, geo, terms, GUARD and CHECK)
+        live = attended(p, b, h, n * BN, seen, geo, terms, BN, GUARD and CHECK)
         kt = no_nan(kt, live)
         if D2:
             kt2 = no_nan(kt2, live)
@@ -333,8 +349,8 @@ def _q_block(
 
 @triton.jit(do_not_specialize=["SECTION", "left", "right"])
 def _q_kernel(
-    q, q2, k, k2, v, grad_out, delta, shift, grad_q, mask, bias, slopes, counts, lists, prefix, used, seed, schedule,
-    scale, cap, dropout_p, left, right, SEQ, CONTEXT, HEADS, GROUP, BATCH_HEADS, SECTION,
+    q, q2, k, k2, v, grad_out, delta, shift, grad_q, grads, mask, bias, slopes, counts, lists, prefix, used, seed, schedule,
+    scale, cap, dropout_p, left, right, SEQ, CONTEXT, HEADS, GROUP, BATCH_HEADS, SECTION, TOGETHER,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_gb, stride_gs, stride_gh, stride_mb, stride_mh, stride_ms, stride_mk, stride_bb, stride_bh, stride_bs, stride_bk,
     stride_ab, stride_lb, stride_lh, stride_lq,
@@ -342,9 +358,10 @@ def _q_kernel(
     NS: tl.constexpr, RIGHT: tl.constexpr, ADDED: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
+    """grads: None, or `batch heads SEQ CONTEXT` for the gradients of the logits, which every program fills for its rows."""
     bh, slot = slot_of(schedule, tl.cdiv(SEQ, BM), BATCH_HEADS, SECTION)
-    b = bh // HEADS
-    h = bh % HEADS
+    b, h = entry_of(bh, HEADS, GROUP, TOGETHER)
+    bh = b * HEADS + h
     kvh = h // GROUP
     tile, q_first, seq, first, context, segment = place(schedule, slot, b, SEQ, CONTEXT, BM)
     if RIGHT and schedule is None:
@@ -359,13 +376,9 @@ def _q_kernel(
     if prefix is not None:
         prefix = tl.load(prefix + b)
     geo = (context - seq, context, left, right, prefix)
-    if mask is not None:
-        mask += b.to(tl.int64) * stride_mb + h.to(tl.int64) * stride_mh
-    if bias is not None:
-        bias += b.to(tl.int64) * stride_bb + h.to(tl.int64) * stride_bh
     if slopes is not None:
         slopes = tl.load(slopes + segment * stride_ab + h, context > 0, other=0.0).to(ACC)
-    terms = (mask, stride_ms, stride_mk, bias, stride_bs, stride_bk, slopes, cap, seq)
+    terms = (mask, (stride_mb, stride_mh, stride_ms, stride_mk), bias, (stride_bb, stride_bh, stride_bs, stride_bk), slopes, cap)
     keys = (k, k2, v, b, kvh, first, (stride_kb, stride_ks, stride_kh), (stride_vb, stride_vs, stride_vh))
     q_strides = (stride_qb, stride_qs, stride_qh)
     row = q_first + tile * BM
@@ -380,7 +393,9 @@ def _q_kernel(
         qt2 = load_rows(q2, b, h, row, q_first + seq, q_strides, BM, D, D2, TMA, True, DP)
     sh = tl.load(shift + at, rows < seq, other=float("inf"))
     de = tl.load(delta + at, rows < seq, other=0.0)
-    tiles = (qt, qt2, gt, sh, de, bh, q_first)
+    if grads is not None:
+        grads += bh.to(tl.int64) * SEQ * CONTEXT
+    tiles = (qt, qt2, gt, sh, de, h, bh, q_first, tile * BM, seq, grads, CONTEXT)
     # Keys of a masked block that no row of the tile sees may hold NaN.
     RAGGED: tl.constexpr = TMA and used is not None
     GUARD: tl.constexpr = RAGGED or RIGHT == 2 or left is not None or prefix is not None or lists is not None
@@ -405,6 +420,14 @@ def _q_kernel(
         for n in tl.range(full, end, num_stages=EDGES):
             dq, dq2 = _q_block(dq, dq2, n, rows, seen, tiles, keys, geo, terms, drop, scale,
                                D, DP, D2, DV, DVP, BN, RIGHT, ADDED, GUARD, TMA, True, ACC, PRECISION)  # fmt: skip
+        if grads is not None and (RIGHT or left is not None):
+            blocks = tl.cdiv(CONTEXT, BN)
+            none = tl.zeros([BM, BN], ACC)
+            begin = tl.minimum(begin, blocks)
+            for n in tl.range(0, begin, num_stages=1):
+                store_logit_gradient(grads, none, tile * BM, n * BN, seq, CONTEXT, BM, BN)
+            for n in tl.range(tl.maximum(begin, end), blocks, num_stages=1):
+                store_logit_gradient(grads, none, tile * BM, n * BN, seq, CONTEXT, BM, BN)
     else:
         in_map = b.to(tl.int64) * stride_lb + h.to(tl.int64) * stride_lh + tile * BM // 128
         blocks = lists + in_map * stride_lq

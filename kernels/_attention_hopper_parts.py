@@ -1,6 +1,6 @@
-"""Parts of the Hopper attention that synchronise nothing: tanh, which both directions use, a view that both forwards sum by, and
-of attention_hopper_backward.py the walk over tiles, masks, and what is launched around the products: statistics of the rows
-before, grad_q and grad_sinks after.
+"""Parts of the Hopper attention that synchronise nothing: tanh, which both directions use, a view that both forwards sum by, of
+attention_hopper.py its mask, stages and pieces, and of attention_hopper_backward.py the walk over tiles, masks, and what is
+launched around the products: statistics of the rows before, grad_q and grad_sinks after.
 
 TILES: of 64 queries, of one batch entry and head; with a schedule (_attention_tiles.py) those of all sequences. A tile of a
 sequence that cannot be has segment -1, and what is made of it is NaN.
@@ -46,12 +46,81 @@ def by_thread(x):
 
 
 @gluon.jit
+def first_half(x):
+    """The columns of x [64, N] to N / 2."""
+    half, _ = x.reshape([64, 2, x.shape[1] // 2]).permute([0, 2, 1]).split()
+    return half
+
+
+@gluon.jit
+def next_stage(stage, phase, STAGES: gl.constexpr):
+    stage += 1
+    phase = gl.where(stage == STAGES, phase ^ 1, phase)
+    stage = gl.where(stage == STAGES, 0, stage)
+    return stage, phase
+
+
+@gluon.jit
+def masked_rows(s, row, n, context, low, high, BN: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """Logits of rows from `row` on and of block n of keys, -inf where a row does not see the key."""
+    layout: gl.constexpr = s.type.layout
+    cols = n * BN + gl.arange(0, BN, gl.SliceLayout(0, layout))
+    rows = row + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    if RIGHT:
+        s = gl.where(cols[None, :] <= (rows + high)[:, None], s, float("-inf"))
+    if RIGHT != 1:
+        s = gl.where(cols[None, :] < context, s, float("-inf"))
+    if LEFT:
+        s = gl.where(cols[None, :] >= (rows + low)[:, None], s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def pieces_of(acc, PARTS: gl.constexpr):
+    """The columns of acc in so many tiles, 1 or 2."""
+    if PARTS == 1:
+        pieces = (acc,)
+    else:
+        pieces = acc.reshape([64, 2, acc.shape[1] // 2]).permute([0, 2, 1]).split()
+    return pieces
+
+
+@gluon.jit
 def walk(m, h, first, end, WALL: gl.constexpr):
     """The query tile and head, counted over the batch, after (m, h). A walk starts at `first` without a bound (WALL) too: so
     programs of one head do not add to the same rows at once."""
     m += 1
     m = gl.where(m == end, first if WALL else 0, m)
     h = gl.where(m == first, h + 1, h)
+    return m, h
+
+
+@gluon.jit
+def listed(lists, i, kv, TILES, GROUP):
+    """The query tile and head, counted over the batch, that a list (_hopper_map.queries_of_keys) has as number i."""
+    tile = gl.load(lists + i)
+    head = tile // TILES
+    return tile - head * TILES, kv * GROUP + head
+
+
+@gluon.jit
+def begun(lists, kv, first, TILES, GROUP):
+    """The query tile and head that a walk begins with: `first` of the first head, or what a list says."""
+    if lists is not None:
+        m, h = listed(lists, 0, kv, TILES, GROUP)
+    else:
+        m = first
+        h = kv * GROUP
+    return m, h
+
+
+@gluon.jit
+def further(lists, i, m, h, kv, first, end, TILES, GROUP, WALL: gl.constexpr):
+    """The query tile and head of number i, which (m, h) come before."""
+    if lists is not None:
+        m, h = listed(lists, i, kv, TILES, GROUP)
+    else:
+        m, h = walk(m, h, first, end, WALL)
     return m, h
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._attention_hopper_parts import add_part, at_edge, bounds, landed, masked, tanh, walk
+from ._attention_hopper_parts import add_part, at_edge, begun, bounds, further, landed, masked, tanh
 from ._gluon import (
     bar_sync,
     fence_async_shared,
@@ -32,8 +32,8 @@ def _scores(CID: gl.constexpr, k, k2_s, q_s, q2_s, stage, zero):
 @gluon.jit
 def wide_consumer(
     CID: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr, grad_k, grad_k2,
-    grad_v, sums, cap, q2_s, k2_s, q_s, k_s, v_s, g_s, stats_s, ds_s, dq_s, kv_full, q_full, g_full, empty, dq_full, dq_empty, kv,
-    key, first, end, blocks, seq, context, left, right, k_start, base, gain, TILES, KV_HEADS, GROUP, scale, scale2,
+    grad_v, sums, cap, q2_s, k2_s, lists, q_s, k_s, v_s, g_s, stats_s, ds_s, dq_s, kv_full, q_full, g_full, empty, dq_full,
+    dq_empty, kv, key, first, end, blocks, seq, context, left, right, k_start, base, gain, TILES, KV_HEADS, GROUP, scale, scale2,
 ):  # fmt: skip
     """Heads of which grad_k and grad_v of 64 keys would fill the registers: both consumers have the same 64 keys, of S and dP
     each makes 32 queries, and of all gradients one half of the columns. p^T and ds^T go through shared memory. With head_dim 192
@@ -66,8 +66,7 @@ def wide_consumer(
         mbarrier.wait(q_full.index(0), 0)
         s = warpgroup_mma_wait(0, deps=(_scores(CID, k, k2_s, q_s, q2_s, 0, zero),))
     mbarrier.wait(kv_full.index(1), 0)
-    m = first
-    h = kv * GROUP
+    m, h = begun(lists, kv, first, TILES, GROUP)
     for i in range(blocks):
         stage = i % STAGES
         qt = q_s.index(stage).reshape([64, WIDTH])
@@ -120,7 +119,7 @@ def wide_consumer(
             dk2 = warpgroup_mma_wait(2, deps=(dk2,))
         mbarrier.arrive(empty.index(stage), count=1)
         s = warpgroup_mma_wait(0, deps=(flying_s,))
-        m, h = walk(m, h, first, end, LEFT or RIGHT > 0)
+        m, h = further(lists, i + 1, m, h, kv, first, end, TILES, GROUP, LEFT or RIGHT > 0)
     bar_sync(8, 256)  # both consumers read all of k and v
     b = kv // KV_HEADS
     place = corner_of(b, k_start, context, key, kv - b * KV_HEADS, 0, PACKED)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import _gluon, attention_hopper, attention_hopper_short
+from ._hopper_schedule import unfit_rows
 from ._lang import cdiv
 from ._launch import current_mode, strides_suit_tma
 from ._spec import Args
@@ -30,9 +31,10 @@ from ._target import Target, override, target_of
 CROSSOVERS: dict[str, tuple[tuple[int, int], ...]] = {"forward": ((64, 513), (256, 512)), "backward": ((256, 128),)}
 
 # Options of the op that no Hopper kernel takes, and those that only the forward takes.
-_REFUSED = ("mask", "bias", "alibi_slopes", "block_map", "prefix_lens", "block_table", "q_scale", "k_scale", "v_scale",
-            "dropout_p")  # fmt: skip
+_REFUSED = ("mask", "bias", "alibi_slopes", "prefix_lens", "block_table", "q_scale", "k_scale", "v_scale", "dropout_p")
 _FORWARD_ONLY = ("seqused_k",)
+# Options that they take, but that they have not been timed with: there they run where they are asked for. To be emptied then.
+_NOT_MEASURED: tuple[str, ...] = ("block_map",)
 # Beside a call's arguments: no Gluon kernels, as _hopper_check.py says just now.
 PORTABLE = {"portable": True}
 _NAMES = {
@@ -77,6 +79,8 @@ def _refusal(target: Target, dtype: torch.dtype, head_dim: int, v_dim: int, back
     refused = (*_REFUSED, *_FORWARD_ONLY) if backward else _REFUSED
     if found := sorted(options.intersection(refused)):
         return f"{found[0]} is given", f"without {' and '.join(found)}"
+    if {"block_map", "seqused_k"} <= options:
+        return "block_map is given with seqused_k", "without one of them"
     if rows:
         return rows, "with other strides"
     return "", ""
@@ -106,6 +110,8 @@ def skeleton(
                         "where it is asked for")  # fmt: skip
     if interpreted:
         return Skeleton("portable", "in the interpreter", "on a GPU")
+    if found := sorted(options.intersection(_NOT_MEASURED)):
+        return Skeleton("portable", f"{found[0]} is given, with which the others have not been timed", "where they are asked for")
     if short:  # H200, 2026-11-30: 1.1 to 2.2 times as fast as the portable kernel at 64, 128 and 256 keys, D=64 and 128
         few = attention_hopper_short.LONGEST
         return Skeleton("short", f"{context} keys a sequence, which stay in shared memory",
@@ -128,7 +134,8 @@ def forced(name: str, device: torch.device) -> Iterator[None]:
 
 
 _known = functools.lru_cache(maxsize=4096)(skeleton)  # every call of the op asks
-_ASKED = {False: (*_REFUSED, *_FORWARD_ONLY, "softcap", "cu_seqlens_q"), True: (*_REFUSED, *_FORWARD_ONLY, "deterministic")}
+_TOO = (*_REFUSED, *_FORWARD_ONLY, "block_map")
+_ASKED = {False: (*_TOO, "softcap", "cu_seqlens_q"), True: (*_TOO, "deterministic")}
 
 
 def skeleton_of(args: Args, backward: bool = False) -> Skeleton:
@@ -159,4 +166,4 @@ def _rows_refusal(q: Tensor, k: Tensor, v: Tensor, used: Tensor | None) -> str:
         apart = type(t) is Tensor and t.data_ptr() % 16
         if t.numel() and t.stride(-1) == 1 and (apart or not strides_suit_tma(t)):
             return f"{name} has rows that TMA does not take (strides {tuple(t.stride())} of {t.element_size()} bytes)"
-    return attention_hopper.unfit_rows(q, k, v) if used is not None else ""
+    return unfit_rows(q, k, v) if used is not None else ""

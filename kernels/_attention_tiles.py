@@ -2,8 +2,9 @@
 
 A query row stands at key position row + offset, offset = context - seq of its segment: causal and windows are aligned
 bottom-right. `geo` is the tuple (offset, context, left, right, prefix); left, right and prefix are None where unbounded.
-`terms` is the tuple (mask, stride over rows, over keys, bias, stride over rows, over keys, slope, cap, rows): what shapes a
-logit besides the product, None where absent; mask and bias are None strides over rows where they are the same for every row.
+`terms` is the tuple (mask, its strides, bias, its strides, slope, cap): what shapes a logit besides the product, None where
+absent. Strides are over batch, heads, rows and keys: rows None where all rows are alike, keys None where the tensor is a
+descriptor, whose others then say which axes it has (1, or 0 for one of size 1).
 """
 
 from __future__ import annotations
@@ -69,6 +70,17 @@ def section_order(pid, num_tiles, HEADS, SECTION):
 
 
 @triton.jit
+def entry_of(i, HEADS, GROUP, TOGETHER):
+    """(batch entry, head) number i: heads of a batch entry after each other or, with TOGETHER > 1, first all of one group in so
+    many batch entries, so that L2 keeps the mask or bias that they share."""
+    unit = TOGETHER * GROUP
+    n = i // unit
+    r = i - n * unit
+    groups = HEADS // GROUP
+    return n // groups * TOGETHER + r // GROUP, n % groups * GROUP + r % GROUP
+
+
+@triton.jit
 def visible(row, col, geo, RIGHT: tl.constexpr):
     """Whether the query at `row` sees the key at `col`; they broadcast to each other. RIGHT: 0 all, 1 causal, 2 a window."""
     offset, context, left, right, prefix = geo
@@ -125,7 +137,7 @@ def load_paged(
     stride_page, stride_row, stride_h = strides
     d = COL + tl.arange(0, DP)
     inside = col < context
-    page = tl.load(pages + col // PAGE, inside, other=0)
+    page = tl.load(pages + col // PAGE, inside, other=0.0)
     known = (page >= 0) & (page < PAGES)
     at = x + h.to(tl.int64) * stride_h + page.to(tl.int64) * stride_page + (col % PAGE).to(tl.int64) * stride_row
     t = tl.load(at[:, None] + d[None, :], (inside & known)[:, None] & (d < D)[None, :], other=0.0)
@@ -135,16 +147,72 @@ def load_paged(
 
 
 @triton.jit
-def shape_logits(s, row, col, geo, terms, scale, ADDED: tl.constexpr):
-    """(logits, d logit / d product) of products s; row and col broadcast to s. The second means something with softcap only.
+def load_term(
+    x, strides, b, h, row, col, rows, context, M: tl.constexpr, N: tl.constexpr, CHECK: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    """[M, N] of a mask or bias from query `row` and key `col` on, [1, N] where all rows are alike; TURNED: transposed. Zero past
+    its ends, which only CHECK looks for along the keys."""
+    stride_b, stride_h, stride_row, stride_col = strides
+    if stride_col is None:
+        t = x.load([b * stride_b, h * stride_h, row, col]).reshape(M, N)
+        if TURNED:
+            t = t.T
+    else:
+        at = x + (b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + tl.cast(col, tl.int64) * stride_col)
+        c = tl.arange(0, N)
+        if stride_row is None:
+            t = tl.load(at + c.to(tl.int64) * stride_col, col + c < context, other=0.0)
+            if TURNED:
+                t = t[:, None]
+            else:
+                t = t[None, :]
+        else:
+            # Vectors where strides tell that they are aligned; few addresses then, so 64 bits cost little.
+            r = tl.arange(0, M)
+            at = (at + tl.cast(row, tl.int64) * stride_row) + r.to(tl.int64)[:, None] * stride_row
+            at = at + c.to(tl.int64)[None, :] * stride_col
+            if CHECK:
+                t = tl.load(at, (row + r < rows)[:, None] & (col + c < context)[None, :], other=0.0)
+            else:
+                t = tl.load(at, (row + r < rows)[:, None], other=0.0)
+            if TURNED:
+                t = t.T
+    return t
+
+
+@triton.jit
+def load_terms(
+    terms, b, h, row, col, rows, context, M: tl.constexpr, N: tl.constexpr, CHECK: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    """(mask, bias) of the queries from `row` and the keys from `col` on, for shape_logits; anything where absent.
+
+    To be called before the product: the loads are then on their way during it. Besides, triton 3.6 gives the row maxima and
+    sums the layout of what comes first: that of a load would cost two copies of the logits through shared memory."""
+    mask, mask_strides, bias, bias_strides, _, _ = terms
+    m = col
+    a = col
+    if mask is not None:
+        m = load_term(mask, mask_strides, b, h, row, col, rows, context, M, N, CHECK, TURNED)
+    if bias is not None:
+        a = load_term(bias, bias_strides, b, h, row, col, rows, context, M, N, CHECK, TURNED)
+    return m, a
+
+
+@triton.jit
+def shape_logits(s, row, col, geo, terms, loaded, scale, ADDED: tl.constexpr):
+    """(logits, d logit / d product) of products s; row, col and what load_terms has loaded broadcast to s. The second means
+    something with softcap only.
 
     ADDED: logits are scaled, in natural units (base-2 ones would round a logit of -6e4 more coarsely). Otherwise they stay
     unscaled, for the exponential to scale them in one step, and only a bool mask may act on them.
     """
     offset, context, left, right, prefix = geo
-    mask, mask_row, mask_col, bias, bias_row, bias_col, slope, cap, rows = terms
+    mask, _, bias, _, slope, cap = terms
+    m, a = loaded
     factor = s
-    if ADDED:
+    if ADDED and bias is not None and cap is None and slope is None:
+        s = tl.fma(s, scale, a.to(s.dtype))
+    elif ADDED:
         s = tl.fma(s, scale, 0.0)  # not `s * scale`: a masked block would round it, another fuse it with a subtraction to come
     if cap is not None:
         y = s * (1.0 / cap)  # tanh(y), in a form that neither overflows nor loses the sign, and near 0 its series
@@ -158,24 +226,14 @@ def shape_logits(s, row, col, geo, terms, scale, ADDED: tl.constexpr):
         factor = 1.0 - t * t
     if slope is not None:
         s = s - slope * tl.abs(row + offset - col).to(s.dtype)
-    if bias is not None:
-        if bias_row is None:
-            a = tl.load(bias + col.to(tl.int64) * bias_col, col < context, other=0.0)
-        else:
-            at = bias + row.to(tl.int64) * bias_row + col.to(tl.int64) * bias_col
-            a = tl.load(at, (row < rows) & (col < context), other=0.0)
+    if bias is not None and (cap is not None or slope is not None or not ADDED):
         s = s + a.to(s.dtype)
     if mask is not None:
-        if mask_row is None:
-            a = tl.load(mask + col.to(tl.int64) * mask_col, col < context, other=0)
+        if m.dtype == tl.uint8:
+            s = tl.where(m != 0, s, float("-inf"))
         else:
-            at = mask + row.to(tl.int64) * mask_row + col.to(tl.int64) * mask_col
-            a = tl.load(at, (row < rows) & (col < context), other=0)
-        if a.dtype == tl.uint8:
-            s = tl.where(a != 0, s, float("-inf"))
-        else:
-            a = a.to(s.dtype)
-            s = tl.where(a > -2.0e38, s + a, float("-inf"))
+            m = m.to(s.dtype)
+            s = tl.where(m > -2.0e38, s + m, float("-inf"))
     return s, factor
 
 
@@ -218,31 +276,31 @@ def _schedule_kernel(
     wrong = tl.zeros([CHUNK], tl.int32)
     for first in range(0, SEGMENTS + 1, CHUNK):
         s = first + tl.arange(0, CHUNK)
-        here = tl.load(cu + s, s <= SEGMENTS, other=0)
+        here = tl.load(cu + s, s <= SEGMENTS, other=0.0)
         start = here // BLOCK + s
         ended += tl.sum(((start[None, :] <= slot[:, None]) & (s <= SEGMENTS)[None, :]).to(tl.int32), 1)
-        after = tl.load(cu + s + 1, s < SEGMENTS, other=0)
+        after = tl.load(cu + s + 1, s < SEGMENTS, other=0.0)
         bad = (s < SEGMENTS) & ((after < here) | (after > TOKENS)) | ((s == 0) & (here != 0))
         if other is not None:
-            a = tl.load(other + s, s <= SEGMENTS, other=0)
-            z = tl.load(other + s + 1, s < SEGMENTS, other=0)
+            a = tl.load(other + s, s <= SEGMENTS, other=0.0)
+            z = tl.load(other + s + 1, s < SEGMENTS, other=0.0)
             bad = bad | (s < SEGMENTS) & ((z < a) | (z > OTHERS)) | ((s == 0) & (a != 0))
         if used is not None:
-            n = tl.load(used + s, s < SEGMENTS, other=0)
+            n = tl.load(used + s, s < SEGMENTS, other=0.0)
             bad = bad | (s < SEGMENTS) & ((n < 0) | (n > OTHERS))
         wrong = wrong | bad.to(tl.int32)
     segment = ended - 1
     inside = (segment >= 0) & (segment < SEGMENTS)
-    row = tl.load(cu + segment, segment >= 0, other=0)
+    row = tl.load(cu + segment, segment >= 0, other=0.0)
     end = tl.load(cu + segment + 1, inside, other=TOKENS)
     tile = slot - (row // BLOCK + segment)
     start = tl.zeros([N], tl.int32)
     length = tl.zeros([N], tl.int32)
     if other is not None:
-        start = tl.load(other + segment, inside, other=0)
+        start = tl.load(other + segment, inside, other=0.0)
         length = tl.load(other + segment + 1, inside, other=0) - start
     if used is not None:
-        length = tl.load(used + segment, inside, other=0)
+        length = tl.load(used + segment, inside, other=0.0)
     if tl.max(wrong, 0) > 0:  # every row, by slots alone
         segment = tl.full([N], -1, tl.int32)
         tile = tl.zeros([N], tl.int32)

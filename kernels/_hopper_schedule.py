@@ -18,7 +18,7 @@ from torch import Tensor
 from ._attention_tiles import COLUMNS, schedule_slots
 from ._gluon import gl, gluon, ragged_rows
 from ._lang import cdiv, tl, triton
-from ._launch import capturing, constant, keep_for_graphs
+from ._launch import capturing, constant, keep_for_graphs, tma_strides
 from ._launch import launch as _launch
 from ._target import Target
 
@@ -246,6 +246,25 @@ def order(
     )  # fmt: skip
 
 
+def unfit_rows(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """Why attention_hopper.py cannot take seqused_k with rows that lie so, or "" where it can."""
+    if len(q) <= 1:
+        return ""
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        batch, row = tma_strides(t)[:2]
+        if batch % row or (name == "q" and batch != row * t.shape[1]):
+            return f"{name} has strides {t.stride()} with seqused_k, which are not those of one sequence after the other"
+    if key_step(k) != key_step(v):
+        return f"k has strides {k.stride()} with seqused_k and v {v.stride()}: their sequences are not equally far apart"
+    return ""
+
+
+def key_step(t: Tensor) -> int:
+    """How many rows lie between the beginnings of two sequences of a batch."""
+    batch, row = tma_strides(t)[:2]
+    return batch // row
+
+
 # ---- what the kernel makes of an entry: PACKED is a plan's, otherwise schedule's ---------------------------------------------
 
 
@@ -267,13 +286,24 @@ def entry_of(table, i, programs, PACKED: gl.constexpr):
 
 
 @gluon.jit
+def any_after(following, table, i, rounds, programs, PACKED: gl.constexpr):
+    """Whether a tile comes after round i, where `following` is the next round's entry: those of a plan may have gaps."""
+    if PACKED:
+        j = i + 1
+        while (following < 0) & (j < rounds):
+            j += 1
+            following = field(table, j, programs, 0)
+    return following >= 0
+
+
+@gluon.jit
 def tile_of(
-    entry, table, i, programs, row_tiles, heads, seq, context, low, high,
+    entry, table, i, programs, row_tiles, heads, seq, context, low, high, lists, list_b, list_h,
     BN: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr, EMPTY: gl.constexpr,
 ):  # fmt: skip
-    """Head, first row, first block of keys and number of blocks of an entry of the table, and its sequence: (batch, first query,
-    queries, first key, keys, low, high), of which row i sees keys i + low to i + high. Keys are -1 where the boundaries are
-    impossible."""
+    """Head, first row, first block of keys (with lists: the tile's list) and number of blocks of an entry of the table, and its
+    sequence: (batch, first query, queries, first key, keys, low, high), of which row i sees keys i + low to i + high. Keys are -1
+    where the boundaries are impossible. list_b, list_h: as _hopper_map.steps has them."""
     if PACKED:
         row = field(table, i, programs, 1)
         q_start = field(table, i, programs, 2)
@@ -300,7 +330,21 @@ def tile_of(
     if not PACKED:
         h = bh - b * heads
         sequence = (b, 0, seq, 0, context, low, high)
+    if lists is not None:
+        length = gl.cdiv(context, BN)
+        begin = lists + (b * list_b + h * list_h + row // 128).to(gl.int64) * (length + 1)
+        blocks = gl.load(begin + length)
     return h, row, begin, blocks, sequence
+
+
+@gluon.jit
+def block_at(begin, blocks, j, LISTED: gl.constexpr):
+    """The block of keys that is visited as number j, from what tile_of gives."""
+    if LISTED:
+        n = gl.load(begin + j)
+    else:
+        n = begin + blocks - 1 - j
+    return n
 
 
 @gluon.jit

@@ -84,15 +84,15 @@ def flag(*names: str) -> Callable[[Args], bool]:
 @dataclass(frozen=True)
 class Stage:
     """One launch of an op, made where something that it reads and something that it writes exist, and the scratch `beside`, and
-    `when` says so. Names are arguments, results or scratch ("A|B": the first of them that exists); flops(sizes, args) -> model
-    FLOPs or (model, executed)."""
+    where `when` says so of the axes. Names are arguments, results or scratch ("A|B": the first of them that exists);
+    flops(sizes, args) -> model FLOPs or (model, executed)."""
 
     name: str
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     flops: Callable[[Sizes, Args], int | tuple[int, int]]
     beside: str = ""
-    when: Callable[[Sizes, Args], bool] = lambda sizes, args: True
+    when: Callable[[Sizes], bool] = lambda sizes: True
 
 
 _ABSENT = torch.empty(0, device="cpu")
@@ -195,7 +195,9 @@ class Spec:
         costs = []
         for stage in self.stages or (Stage(self.name, tuple(self.reads), tuple(self.writes), self.flops),):
             reads, writes = found(stage.reads), [n for n in found(stage.writes) if n in made]
-            if not reads or not writes or stage.beside and stage.beside not in made or not stage.when(sizes, args):
+            if not reads or not writes or not stage.when(sizes):
+                continue
+            if stage.beside and stage.beside not in made:
                 continue
             flops = stage.flops(sizes, args)
             model, executed = flops if isinstance(flops, tuple) else (flops, flops)

@@ -34,11 +34,11 @@ import torch
 from torch import Tensor
 
 from . import _attention as shared
-from . import _attention_reference, attention_hopper, attention_hopper_short
+from . import _attention_reference, _hopper_map, attention_hopper, attention_hopper_short
 from . import _attention_tiles as tiles
 from ._attention import normalise_mask
 from ._attention_skeleton import PORTABLE, skeleton_of
-from ._attention_tiles import kept, key_range, load_paged, load_rows, planned, power, shape_logits, visible
+from ._attention_tiles import kept, key_range, load_paged, load_rows, load_terms, planned, power, shape_logits, visible
 from ._hopper_check import ready
 from ._hopper_schedule import plan_axes
 from ._lang import cdiv, tl, triton
@@ -201,16 +201,17 @@ def _logits(
     TMA: tl.constexpr, PAGE: tl.constexpr, CHECK: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Logits of key block n, unscaled unless ADDED. CHECK: the block may reach past what every row sees."""
-    q, q2 = queries
-    k, k2, pages, b, h, start, strides, PAGES = keys
+    q, q2, h, first, seq = queries
+    k, k2, pages, b, kvh, start, strides, PAGES = keys
     context = geo[1]
-    kt = _keys(k, pages, b, h, start, n, context, strides, PAGES, D, DP, BN, TMA, CHECK, PAGE, 0)
+    loaded = load_terms(terms, b, h, first, n * BN, seq, context, rows.shape[0], BN, CHECK, False)
+    kt = _keys(k, pages, b, kvh, start, n, context, strides, PAGES, D, DP, BN, TMA, CHECK, PAGE, 0)
     s = tl.dot(q, kt.T, input_precision=PRECISION, out_dtype=ACC)
     if D2:
-        kt = _keys(k2, pages, b, h, start, n, context, strides, PAGES, D, D2, BN, TMA, CHECK, PAGE, DP)
+        kt = _keys(k2, pages, b, kvh, start, n, context, strides, PAGES, D, D2, BN, TMA, CHECK, PAGE, DP)
         s = tl.dot(q2, kt.T, s, input_precision=PRECISION, out_dtype=ACC)
     cols = n * BN + tl.arange(0, BN)
-    s, _ = shape_logits(s, rows[:, None], cols[None, :], geo, terms, scale, ADDED)
+    s, _ = shape_logits(s, rows[:, None], cols[None, :], geo, terms, loaded, scale, ADDED)
     if CHECK:
         s = tl.where(visible(rows[:, None], cols[None, :], geo, RIGHT), s, float("-inf"))
     return s
@@ -254,8 +255,8 @@ def _accumulate(
 @triton.jit(do_not_specialize=["BATCH_HEADS", "SECTION", "PAGES", "MAX_PAGES", "left", "right"])
 def _forward_kernel(
     q, k, v, q2, k2, mask, bias, sinks, slopes, counts, lists, prefix, used, block_table, q_scale, k_scale, v_scale, seed,
-    schedule, out, lse, scale, cap, dropout_p, left, right, SEQ, CONTEXT, HEADS, GROUP, BATCH_HEADS, SECTION, PAGES,
-    MAX_PAGES,
+    schedule, out, lse, scale, cap, dropout_p, left, right, SEQ, CONTEXT, HEADS, GROUP, BATCH_HEADS, SECTION, TOGETHER,
+    PAGES, MAX_PAGES,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_mb, stride_mh, stride_ms, stride_mk, stride_bb, stride_bh, stride_bs, stride_bk,
     stride_ab, stride_lb, stride_lh, stride_lq, stride_qc, stride_kc, stride_vc,
@@ -270,8 +271,8 @@ def _forward_kernel(
         tile = pid // BATCH_HEADS
     else:
         bh, tile = tiles.section_order(pid, tl.cdiv(SEQ, BM), BATCH_HEADS, SECTION)
-    b = bh // HEADS
-    h = bh % HEADS
+    b, h = tiles.entry_of(bh, HEADS, GROUP, TOGETHER)
+    bh = b * HEADS + h
     broken = False
     q_start = 0
     k_start = 0
@@ -307,14 +308,10 @@ def _forward_kernel(
             slopes = tl.load(slopes + segment * stride_ab + h, context > 0, other=0.0).to(ACC)
         else:
             slopes = tl.load(slopes + b * stride_ab + h).to(ACC)
-    if mask is not None:
-        mask += b.to(tl.int64) * stride_mb + h.to(tl.int64) * stride_mh
-    if bias is not None:
-        bias += b.to(tl.int64) * stride_bb + h.to(tl.int64) * stride_bh
     if seed is not None:
         seed = tl.load(seed)
     geo = (context - seq, context, left, right, prefix)
-    terms = (mask, stride_ms, stride_mk, bias, stride_bs, stride_bk, slopes, cap, seq)
+    terms = (mask, (stride_mb, stride_mh, stride_ms, stride_mk), bias, (stride_bb, stride_bh, stride_bs, stride_bk), slopes, cap)
     keys = (k, k2, block_table, b, kvh, k_start, (stride_kb, stride_ks, stride_kh), PAGES)
     values = (v, block_table, b, kvh, k_start, (stride_vb, stride_vs, stride_vh), PAGES)
     drop = (seed, q_start, bh, dropout_p)
@@ -324,7 +321,7 @@ def _forward_kernel(
     qt2 = qt
     if D2:
         qt2 = load_rows(q2, b, h, q_start + tile * BM, q_start + seq, q_strides, BM, D, D2, TMA, True, DP)
-    queries = (qt, qt2)
+    queries = (qt, qt2, h, tile * BM, seq)
     low, full_low, full_high, high = key_range(tile * BM, BM, geo, RIGHT)
     if schedule is not None:
         high = tl.where(tile * BM < seq, high, 0)  # a slot past the end of its segment
@@ -460,13 +457,13 @@ def launch(
             schedule, _ = SPEC.empty_scratch(args, sizes)
             others = sizes["context"]
             tiles.schedule(args["cu_seqlens_q"], args["cu_seqlens_k"], args["seqused_k"], seq, others, bm, schedule)
-        facts = shared.launch_facts(args, by_key=False)
+        facts = shared.launch_facts(args, by_key=False, box=shared.term_box(target, bm, bn, config.num_stages))
         parallel = heads if schedule is not None else sizes["batch"] * heads
         _launch(
             _forward_kernel, ((cdiv(seq, bm) if schedule is None else schedule.shape[0]) * parallel,),
             (operand(q, bm, d["DP"]), operand(k, bn, d["DP"]), operand(v, bn, d["DVP"]), operand(q, bm, d["D2"]),
              operand(k, bn, d["D2"]), *facts.tensors, schedule, out, lse, *facts.numbers, seq, sizes["context"], heads,
-             sizes["group"], parallel, shared.section(sizes, args, target), sizes["k_batch"], sizes.get("max_pages", 0),
+             sizes["group"], parallel, *shared.section(sizes, args, target), sizes["k_batch"], sizes.get("max_pages", 0),
              *(stride for t in (q, k, v) for stride in shared.row_strides(t, tma)), *facts.strides),
             {**d, "BM": bm, "BN": bn, "NS": config.num_stages, "AHEAD": config.ahead, **facts.constexprs, "PAGE": page,
              "TMA": tma, **shared.numerics(args, target), "num_warps": config.num_warps, "num_stages": config.num_stages},
@@ -477,6 +474,8 @@ def launch(
 def _launch_hopper(args: Args, buffers: tuple[Tensor, ...], short: bool) -> None:
     q, k, v = (for_tma(args[n]) for n in "qkv")
     sinks, used = args["sinks"], args["seqused_k"]
+    if args["block_map"] is not None:
+        k, v = (_hopper_map.without_hidden(t, q.shape[1], args["left"]) for t in (k, v))
     if used is not None and (k is not args["k"] or v is not args["v"]):  # then their batch entries lie equally far apart
         k, v = k.contiguous(), v.contiguous()
     given = q, k, v, None if sinks is None else sinks.contiguous(), args["left"], args["right"], args["scale"]
@@ -485,7 +484,7 @@ def _launch_hopper(args: Args, buffers: tuple[Tensor, ...], short: bool) -> None
     else:
         attention_hopper.launch(
             *given, args["softcap"], args["cu_seqlens_q"], args["cu_seqlens_k"], None if used is None else used.contiguous(),
-            buffers,
+            buffers, args["block_map"],
         )  # fmt: skip
 
 

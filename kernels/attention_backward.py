@@ -11,7 +11,8 @@ seqused_k. Lengths that make no sense give NaN gradients.
 
 Launches: delta (and shift, lse in the units of the logits), then grad_k and grad_v with one program per key tile, then
 grad_q with one program per query tile, then those of attention_bias_backward.py. Nothing is accumulated in memory, so equal
-inputs give equal bits; the price is 7 matrix products instead of 5.
+inputs give equal bits; the price is 7 matrix products instead of 5. The grad_q kernel writes grad_bias too where that has every
+axis, and where only batch or heads are one and the scratch is not too much, what is summed to it.
 
 HBM, in elements: delta reads out, grad_out and lse and writes delta and shift; each of the others reads q, k, v, the options,
 grad_out, delta and shift and writes its gradients; sinks reads delta, shift and the sinks.
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor
 
 from . import _attention as shared
-from . import _attention_reference, attention_hopper_backward
+from . import _attention_reference, _hopper_map, attention_hopper_backward
 from . import _attention_tiles as tiles
 from ._attention_gradients import _delta_kernel, _kv_kernel, _q_kernel
 from ._attention_skeleton import PORTABLE, skeleton_of
@@ -39,9 +40,12 @@ from ._launch import contiguous_last, descriptor, for_tma, on_device
 from ._launch import launch as _launch
 from ._spec import Args, Op, Sizes, Spec, Stage, Write, flag
 from ._target import Target, target_of
-from .attention_bias_backward import launch_bias, launch_sinks
+from .attention_bias_backward import launch_bias, launch_sinks, sum_logits
 
 DELTA_ROWS = 32
+# Bytes of scratch for the gradients of all logits, which are then summed to that of a bias. More are summed by a kernel that
+# computes them once more.
+MOST_LOGITS = 2**30
 _ANY = flag("need_q", "need_k", "need_v", "need_bias", "need_sinks")
 # The forward's arguments that a backward takes, in order; all of the op's.
 _TAKES = tuple(n for n in shared.READS if n not in ("block_table", "q_scale", "k_scale", "v_scale"))
@@ -97,6 +101,7 @@ def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
         found.update(zip(("bias_batch", "bias_heads", "bias_rows", "bias_keys"), args["bias"].shape))
     if any(isinstance(n, torch.SymInt) for n in sizes.values()):
         return found  # in a trace for any length no result has the axes of scratch
+    found.update(_logit_gradients({**sizes, **found}, args))
     packed = args["cu_seqlens_q"] is not None
     if skeleton_of(args, backward=True).hopper:
         axes = attention_hopper_backward.buffer_axes({**sizes, **found}, packed)
@@ -106,6 +111,22 @@ def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
         return {**found, **axes}
     found["delta_rows"] = sizes["seq"]
     return {**found, **_schedules({**sizes, **found}, args)} if packed else found
+
+
+def _logit_gradients(sizes: Sizes, args: Args) -> dict[str, int]:
+    """Axes that tell how grad_bias is made: by the grad_q kernel ("bias_by_q"), from what that kernel writes of every logit
+    ("logits_batch"), or, without any, by a kernel of its own."""
+    bias, itemsize = args["bias"], args["q"].element_size()
+    if not (args["need_bias"] and args["need_q"]) or bias is None or shared.given(args, "block_map", "seqused_k"):
+        return {}
+    batch, heads, seq, keys = (sizes[axis] for axis in ("batch", "heads", "seq", "k_len"))
+    if tuple(bias.shape[2:]) != (seq, keys):
+        return {}
+    if tuple(bias.shape[:2]) == (batch, heads):
+        return {"bias_by_q": 1}
+    if bias.element_size() > itemsize or batch * heads * seq * keys * itemsize > MOST_LOGITS:
+        return {}
+    return {"logits_batch": batch}
 
 
 _BOUNDS = ("cu_seqlens_q", "cu_seqlens_k")
@@ -133,6 +154,7 @@ SPEC = Spec(
         "sums": Write("sums_rows sums_columns", "float32", flag("need_q")),
         "q_plan": Write("hopper_q_slots columns", "int32"),
         "k_plan": Write("hopper_k_slots columns", "int32"),
+        "logits": Write("logits_batch heads seq k_len", "q", flag("need_bias")),
     },
     stages=(
         Stage("attention_backward_q_schedule", _BOUNDS, ("q_plan",), lambda s, a: 0),
@@ -147,8 +169,13 @@ SPEC = Spec(
         Stage("attention_backward_k_schedule", _BOUNDS, ("k_schedule",), lambda s, a: 0),
         Stage("attention_backward_kv", (*_OPERANDS, "k_schedule"), ("grad_k", "grad_v"), _kv_flops, "delta"),
         Stage("attention_backward_q_schedule", _BOUNDS, ("q_schedule",), lambda s, a: 0),
-        Stage("attention_backward_q", (*_OPERANDS, "q_schedule"), ("grad_q",), _q_flops, "delta"),
-        Stage("attention_backward_bias", _OPERANDS, ("grad_bias",), _bias_flops),
+        Stage("attention_backward_q", (*_OPERANDS, "q_schedule"), ("grad_q", "logits"), _q_flops, "delta",
+              lambda s: "bias_by_q" not in s),
+        Stage("attention_backward_q", _OPERANDS, ("grad_q", "grad_bias"), _q_flops, "delta", lambda s: "bias_by_q" in s),
+        Stage("attention_backward_bias", _OPERANDS, ("grad_bias",), _bias_flops, "",
+              lambda s: not {"bias_by_q", "logits_batch"} & s.keys()),
+        Stage("attention_backward_bias", ("logits",), ("grad_bias",),
+              lambda s, a: s["batch"] * s["heads"] * s["seq"] * s["k_len"], "logits"),
         Stage("attention_backward_sinks", ("sinks", "stats|delta", "shift"), ("grad_sinks",),
               lambda s, a: 3 * s["batch"] * s["heads"] * s["seq"]),
     ),
@@ -166,7 +193,7 @@ class Config:
 
 
 # What a kernel's registers have to hold besides the plain form, from little to much.
-LEVELS = ("plain", "bounded", "segments", "shaped", "tiled", "costly")
+LEVELS = ("plain", "bounded", "segments", "shaped", "biased", "tiled", "costly")
 Pair = tuple[Config, Config]
 Numbers = tuple[int, int, int, int]
 # (columns of q or v at most, bytes an element at most, configs of the kv and of the q kernel by level); first match wins.
@@ -192,6 +219,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
     "hopper": (
         _row(64, 2, plain=((64, 64, 4, 2), (64, 64, 4, 3))),
         _row(128, 2, plain=((64, 64, 4, 2), (128, 64, 8, 3)), segments=((32, 64, 4, 3), (128, 64, 8, 3)),
+             biased=((64, 64, 4, 2), (64, 64, 4, 2)),
              tiled=((32, 64, 4, 3), (128, 32, 8, 2)), costly=((32, 64, 4, 3), (64, 32, 4, 2))),
         _row(256, 2, plain=((32, 64, 8, 2), (64, 64, 4, 2)), bounded=((32, 64, 8, 2), (64, 32, 8, 2))),
         _row(512, 2, plain=((16, 32, 8, 1), (64, 32, 8, 1))),  # spills around its loops
@@ -234,9 +262,10 @@ def configure(head_dim: int, itemsize: int, level: str, target: Target) -> Pair:
     return next(pairs[level] for d, size, pairs in rows if head_dim <= d and itemsize <= size)
 
 
-def level_of(args: Args) -> str:
-    """bounded: by more than causal; segments: packed or a block map; shaped: one option that changes logits; tiled: it is a
-    number for every query and key; costly: several, or dropout."""
+def level_of(args: Args, target: Target) -> str:
+    """bounded: by more than causal; segments: packed or a block map; shaped: one option that changes logits; biased: it is a bias
+    for every query and key, of 16 bits, that TMA loads; tiled: another number for every query and key; costly: several, or
+    dropout."""
     shaping = [args[n] for n in ("mask", "bias", "alibi_slopes") if args[n] is not None]
     n = len(shaping) + (args["softcap"] > 0) + (args["block_map"] is not None)
     if args["dropout_p"] > 0 or n > 1:
@@ -245,12 +274,16 @@ def level_of(args: Args) -> str:
         if shared.given(args, "cu_seqlens_q", "block_map"):
             return "segments"
         return "bounded" if args["left"] >= 0 or shared.given(args, "seqused_k", "prefix_lens") else "plain"
-    return "tiled" if any(t.dim() == 4 and t.shape[2] > 1 for t in shaping) else "shaped"
+    if not any(t.dim() == 4 and t.shape[2] > 1 for t in shaping):
+        return "shaped"
+    bias = args["bias"]
+    by_tma = target.tma and bias is not None and bias.element_size() == 2 and shared.takes_tma(bias)
+    return "biased" if by_tma else "tiled"
 
 
 def _configs(sizes: Sizes, args: Args) -> Pair:
     target = target_of(args["q"].device)
-    return configure(max(sizes["head_dim"], sizes["v_dim"]), args["q"].element_size(), level_of(args), target)
+    return configure(max(sizes["head_dim"], sizes["v_dim"]), args["q"].element_size(), level_of(args, target), target)
 
 
 CONFIGS = tuple(dict.fromkeys(pair for rows in TABLE.values() for row in rows for pair in row[2].values()))
@@ -293,9 +326,10 @@ def launch(
     grad_q, grad_k, grad_v, grad_bias, grad_sinks = grads
     scratch = SPEC.empty_scratch(args, sizes)
     if "stats_numbers" in sizes:
-        _launch_hopper(args, (grad_q, grad_k, grad_v, grad_sinks), scratch[4:])
+        _launch_hopper(args, (grad_q, grad_k, grad_v, grad_sinks), scratch[4:8])
         return grads
-    delta, shift, k_schedule, q_schedule = scratch[:4]
+    delta, shift, k_schedule, q_schedule, *_, logits = scratch
+    by_q = grad_bias if "bias_by_q" in sizes else logits if "logits_batch" in sizes else None
     batch, seq, heads, kv_heads, context = (sizes[axis] for axis in ("batch", "seq", "heads", "kv_heads", "k_len"))
     *tensors, out = shared.dense_rows(q, k, v, grad_out, out)
     target = target_of(q.device)
@@ -307,9 +341,11 @@ def launch(
     numerics, added = shared.numerics(args, target), shared.adds(args)
     strides = [stride for t in tensors for stride in shared.row_strides(t, tma)]
 
-    def go(kernel: Any, which: str, results: tuple[Tensor, ...], schedule: Tensor | None, grid: int, counts: tuple[int, ...],
+    def go(kernel: Any, which: str, results: tuple[Any, ...], schedule: Tensor | None, grid: int, counts: tuple[int, ...],
            **more: bool) -> None:  # fmt: skip
-        config, facts = configs[which], shared.launch_facts(args, by_key=which == "kv")
+        config = configs[which]
+        box = shared.term_box(target, config.block_m, config.block_n, config.num_stages)
+        facts = shared.launch_facts(args, by_key=which == "kv", box=box)
         mask_, bias_, _, slopes, numbers, lists, prefix, used, _, _, _, _, seed_ = facts.tensors
         _launch(
             kernel, (grid,),
@@ -331,15 +367,17 @@ def launch(
                 tiles.schedule(cu_seqlens_k, cu_seqlens_q, None, context, seq, configs["kv"].block_n, k_schedule)
             slots = k_schedule.shape[0] if packed else cdiv(context, configs["kv"].block_n)
             go(_kv_kernel, "kv", (grad_k, grad_v), k_schedule if packed else None, slots * batch * kv_heads,
-               (kv_heads, sizes["group"], batch * kv_heads, shared.section(sizes, args, target, by_key=True)),
+               (kv_heads, sizes["group"], batch * kv_heads, *shared.section(sizes, args, target, by_key=True)),
                NEED_K=need_k, NEED_V=need_v)  # fmt: skip
         if need_q:
             if cu_seqlens_q is not None and cu_seqlens_k is not None:
                 tiles.schedule(cu_seqlens_q, cu_seqlens_k, None, seq, context, configs["q"].block_m, q_schedule)
             slots = q_schedule.shape[0] if packed else cdiv(seq, configs["q"].block_m)
-            go(_q_kernel, "q", (grad_q,), q_schedule if packed else None, slots * batch * heads,
-               (heads, sizes["group"], batch * heads, shared.section(sizes, args, target)))  # fmt: skip
-        if need_bias:
+            go(_q_kernel, "q", (grad_q, by_q), q_schedule if packed else None, slots * batch * heads,
+               (heads, sizes["group"], batch * heads, *shared.section(sizes, args, target)))  # fmt: skip
+        if "logits_batch" in sizes:
+            sum_logits(logits, grad_bias, numerics["ACC"])
+        elif need_bias and by_q is None:
             launch_bias(args, sizes, _operands(tensors, configs["q"], d, tma), delta, shift, grad_bias, strides, configs["q"],
                         {**d, "TMA": tma, **numerics})  # fmt: skip
         if need_sinks and sinks is not None:
@@ -349,6 +387,8 @@ def launch(
 
 def _launch_hopper(args: Args, grads: tuple[Tensor, Tensor, Tensor, Tensor], scratch: tuple[Tensor, ...]) -> None:
     q, k, v, grad_out = (for_tma(args[n]) for n in ("q", "k", "v", "grad_out"))
+    if args["block_map"] is not None:
+        k, v = (_hopper_map.without_hidden(t, q.shape[1], args["left"]) for t in (k, v))
     cu, sinks = (args["cu_seqlens_q"], args["cu_seqlens_k"]), args["sinks"]
     needs = args["need_q"], args["need_k"], args["need_v"], args["need_sinks"] and sinks is not None
     grad_q, grad_k, grad_v, grad_sinks = (t if need else None for t, need in zip(grads, needs))
@@ -356,7 +396,7 @@ def _launch_hopper(args: Args, grads: tuple[Tensor, Tensor, Tensor, Tensor], scr
     attention_hopper_backward.launch(
         q, k, v, contiguous_last(args["out"]), args["lse"].contiguous(), grad_out, None if sinks is None else sinks.contiguous(),
         None if cu[0] is None else cu, args["left"], args["right"], args["scale"], args["softcap"], *needs,
-        (grad_q, grad_k, grad_v, grad_sinks), (scratch[0], sums, q_plan, k_plan),
+        (grad_q, grad_k, grad_v, grad_sinks), (scratch[0], sums, q_plan, k_plan), args["block_map"],
     )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Softmax attention, backward: the gradients of the bias and of the sinks. Formulas and axes as in attention_backward.py.
 
-One program makes one tile of grad_bias: it walks the batch entries and heads over which the bias is broadcast, and the rows or
+Where the grad_q kernel has left the gradients of all logits, they are only summed. Else one program makes one tile of grad_bias:
+it walks the batch entries and heads over which the bias is broadcast, and the rows or
 keys where the bias has one. One program sums the sink of one head. Both in a fixed order, so equal inputs give equal bits.
 """
 
@@ -13,12 +14,14 @@ from torch import Tensor
 
 from . import _attention as shared
 from ._attention_gradients import bounded, constants, keep_mask, logit_gradient, product, thinned, weights
-from ._attention_tiles import load_rows, power, row_range
+from ._attention_tiles import load_rows, load_terms, power, row_range
 from ._lang import cdiv, tl, triton
 from ._launch import launch as _launch
 from ._spec import Args, Sizes
+from ._target import target_of
 
 SINK_ROWS = 1024
+SUM_BLOCK = 1024  # numbers of grad_bias that a program sums: 8 a thread
 
 
 @triton.jit
@@ -26,22 +29,21 @@ def _bias_block(
     total, b, h, m, n, operands, strides, options, prefix, used, block_map, map_strides, left, right, drop, scale, SEQ, CONTEXT,
     HEADS, GROUP,
     D: tl.constexpr, DP: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    RIGHT: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    RIGHT: tl.constexpr, GUARD: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The total plus the gradients of the logits in tile (m, n) of one batch entry and head."""
+    """The total plus the gradients of the logits in tile (m, n) of one batch entry and head. GUARD: something hides keys, or what
+    is past the last one is summed."""
     q, q2, k, k2, v, grad_out, delta, shift = operands
     q_strides, k_strides, v_strides, g_strides = strides
-    mask, mask_b, mask_h, mask_row, mask_col, bias, bias_b, bias_h, bias_row, bias_col, slopes, slopes_b, cap = options
+    mask, mask_strides, bias, bias_strides, slopes, slopes_b, cap = options
     context, broken = bounded(used, b, CONTEXT, b)
     if prefix is not None:
         prefix = tl.load(prefix + b)
     geo = (context - SEQ, context, left, right, prefix)
-    if mask is not None:
-        mask += b.to(tl.int64) * mask_b + h.to(tl.int64) * mask_h
-    bias += b.to(tl.int64) * bias_b + h.to(tl.int64) * bias_h
     if slopes is not None:
         slopes = tl.load(slopes + b * slopes_b + h).to(ACC)
-    terms = (mask, mask_row, mask_col, bias, bias_row, bias_col, slopes, cap, SEQ)
+    terms = (mask, mask_strides, bias, bias_strides, slopes, cap)
+    loaded = load_terms(terms, b, h, m * BM, n * BN, SEQ, context, BM, BN, True, False)
     rows = m * BM + tl.arange(0, BM)
     cols = n * BN + tl.arange(0, BN)
     qt = load_rows(q, b, h, m * BM, SEQ, q_strides, BM, D, DP, TMA, True)
@@ -58,13 +60,13 @@ def _bias_block(
     de = tl.load(delta + at, rows < SEQ, other=0.0)
     s = product(qt, qt2, kt, kt2, D2, PRECISION, ACC)
     dp = product(gt, gt, vt, vt, 0, PRECISION, ACC)
-    p, _ = weights(s, sh[:, None], rows[:, None], cols[None, :], geo, terms, scale, RIGHT, True, True)
+    p, _ = weights(s, sh[:, None], rows[:, None], cols[None, :], geo, terms, loaded, scale, RIGHT, GUARD, True)
     if block_map is not None:
         map_b, map_h, map_row, map_col = map_strides
         entry = b.to(tl.int64) * map_b + h * map_h + (m * BM // 128) * map_row + (n * BN // 128) * map_col
         p = tl.where(tl.load(block_map + entry) != 0, p, 0.0)
     keep = keep_mask(drop, rows[:, None], cols[None, :], b * HEADS + h)
-    ds = logit_gradient(p, thinned(dp, keep, drop), de[:, None], p, False, True)
+    ds = logit_gradient(p, thinned(dp, keep, drop), de[:, None], p, False, GUARD)
     if used is not None:
         ds = tl.where(broken, float("nan"), ds)
     return total + ds
@@ -78,8 +80,8 @@ def _bias_kernel(
     stride_gb, stride_gs, stride_gh, stride_mb, stride_mh, stride_ms, stride_mk, stride_bb, stride_bh, stride_bs, stride_bk,
     stride_ab, stride_lb, stride_lh, stride_lq, stride_lk,
     D: tl.constexpr, DP: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    NS: tl.constexpr, RIGHT: tl.constexpr, ONE_ROW: tl.constexpr, ONE_KEY: tl.constexpr, TMA: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    NS: tl.constexpr, RIGHT: tl.constexpr, GUARD: tl.constexpr, ONE_ROW: tl.constexpr, ONE_KEY: tl.constexpr, TMA: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     _, scale, gain = constants(scale, dropout_p, True, EXACT, ACC)
@@ -88,8 +90,8 @@ def _bias_kernel(
     if seed is not None:
         seed = tl.load(seed)
     drop = (seed, dropout_p, gain)
-    options = (mask, stride_mb, stride_mh, stride_ms, stride_mk, bias, stride_bb, stride_bh, stride_bs, stride_bk,
-               slopes, stride_ab, cap)  # fmt: skip
+    options = (mask, (stride_mb, stride_mh, stride_ms, stride_mk), bias, (stride_bb, stride_bh, stride_bs, stride_bk), slopes,
+               stride_ab, cap)  # fmt: skip
     operands = (q, q2, k, k2, v, grad_out, delta, shift)
     strides = ((stride_qb, stride_qs, stride_qh), (stride_kb, stride_ks, stride_kh), (stride_vb, stride_vs, stride_vh),
                (stride_gb, stride_gs, stride_gh))  # fmt: skip
@@ -123,7 +125,7 @@ def _bias_kernel(
         entry = i // tiles
         total = _bias_block(total, b + entry // heads, h + entry % heads, m + i % tiles // keys, n + i % keys, operands, strides,
                             options, prefix, used, block_map, map_strides, left, right, drop, scale, SEQ, CONTEXT, HEADS, GROUP,
-                            D, DP, D2, DV, DVP, BM, BN, RIGHT, TMA, ACC, PRECISION)  # fmt: skip
+                            D, DP, D2, DV, DVP, BM, BN, RIGHT, GUARD, TMA, ACC, PRECISION)  # fmt: skip
     grad_bias += (b * BIAS_HEADS + h).to(tl.int64) * (1 if ONE_ROW else SEQ) * (1 if ONE_KEY else CONTEXT)
     if ONE_ROW and ONE_KEY:
         tl.store(grad_bias, tl.sum(tl.sum(total, 1), 0).to(grad_bias.dtype.element_ty))
@@ -138,6 +140,24 @@ def _bias_kernel(
         cols = n * BN + tl.arange(0, BN)
         at = rows.to(tl.int64)[:, None] * CONTEXT + cols[None, :]
         tl.store(grad_bias + at, total.to(grad_bias.dtype.element_ty), (rows < SEQ)[:, None] & (cols < CONTEXT)[None, :])
+
+
+@triton.jit
+def _sum_kernel(
+    logits, grad_bias, NUMBERS, HEADS, BIAS_HEADS, BATCHES, HEADS_EACH, BLOCK: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """HEADS_EACH heads of BATCHES batch entries, of NUMBERS logits each, summed in order."""
+    pid = tl.program_id(0)
+    tiles = tl.cdiv(NUMBERS, BLOCK)
+    bh = pid // tiles
+    at = (pid % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    first = bh // BIAS_HEADS * HEADS + bh % BIAS_HEADS
+    total = tl.zeros([BLOCK], ACC)
+    for i in range(BATCHES):
+        for j in range(HEADS_EACH):
+            entry = logits + (first + i * HEADS + j).to(tl.int64) * NUMBERS
+            total += tl.load(entry + at, at < NUMBERS, other=0.0).to(ACC)
+    tl.store(grad_bias + bh.to(tl.int64) * NUMBERS + at, total.to(grad_bias.dtype.element_ty), at < NUMBERS)
 
 
 @triton.jit
@@ -163,7 +183,9 @@ def _sinks_kernel(
 def launch_bias(args: Args, sizes: Sizes, operands: list[Any], delta: Tensor, shift: Tensor, grad_bias: Tensor,
                 strides: list[int], config: Any, constexprs: dict[str, Any]) -> None:  # fmt: skip
     """grad_bias, in tiles of config; operands, strides and constexprs as attention_backward.py makes them for it."""
-    facts = shared.launch_facts({**args, "block_map": None}, by_key=False)
+    stages = min(2, config.num_stages)  # of four tiles each, where the kernel that the config is of has two
+    box = shared.term_box(target_of(grad_bias.device), config.block_m, config.block_n, stages)
+    facts = shared.launch_facts({**args, "block_map": None}, by_key=False, box=box)
     mask, bias, _, slopes, _, _, prefix, used, _, _, _, _, seed = facts.tensors
     batch, heads, rows, keys = grad_bias.shape
     block_map, map_strides = args["block_map"], [0, 0, 0, 0]
@@ -172,14 +194,25 @@ def launch_bias(args: Args, sizes: Sizes, operands: list[Any], delta: Tensor, sh
         block_map = block_map.view(torch.uint8)
     seq, context = sizes["seq"], sizes["k_len"]
     one_row, one_key = rows == 1, keys == 1
-    stages = min(2, config.num_stages)  # of four tiles each, where the kernel that the config is of has two
+    hidden = shared.given(args, "mask", "prefix_lens", "seqused_k", "block_map") or max(args["left"], args["right"]) >= 0
     tiles = (1 if one_row else cdiv(seq, config.block_m)) * (1 if one_key else cdiv(context, config.block_n))
     _launch(
         _bias_kernel, (batch * heads * tiles,),
         (*operands, delta, shift, grad_bias, mask, bias, slopes, block_map, prefix, used, seed, *facts.numbers, seq, context,
          sizes["batch"], sizes["heads"], sizes["group"], batch, heads, *strides, *facts.strides[:9], *map_strides),
         {**constexprs, "BM": config.block_m, "BN": config.block_n, "NS": stages, "RIGHT": facts.constexprs["RIGHT"],
-         "ONE_ROW": one_row, "ONE_KEY": one_key, "num_warps": config.num_warps, "num_stages": stages},
+         "GUARD": hidden or one_key, "ONE_ROW": one_row, "ONE_KEY": one_key, "num_warps": config.num_warps, "num_stages": stages},
+    )  # fmt: skip
+
+
+def sum_logits(logits: Tensor, grad_bias: Tensor, acc: Any) -> None:
+    """grad_bias `1|batch 1|heads seq keys`, the sum of logits `batch heads seq keys`."""
+    batch, heads, seq, keys = logits.shape
+    own = grad_bias.shape[:2]
+    _launch(
+        _sum_kernel, (own[0] * own[1] * cdiv(seq * keys, SUM_BLOCK),),
+        (logits, grad_bias, seq * keys, heads, own[1], batch // own[0], heads // own[1]),
+        {"BLOCK": SUM_BLOCK, "ACC": acc, "num_warps": 4},
     )  # fmt: skip
 
 

@@ -11,13 +11,16 @@ With softcap logits x become softcap * tanh(x / softcap). Query i stands at p = 
 p - left <= j <= p + right; a negative one bounds nothing. A row that sees nothing gives out 0 and lse -inf (the sink's logit).
 cu_seqlens_q, cu_seqlens_k `segments+1`: batch is 1, and seq and context are those of a segment; seqused_k `batch`: context is at
 most that of k. Both stay on the device. Tokens after the last boundary see nothing; impossible boundaries give NaN rows, and
-of an impossible seqused_k the rows of its sequence. HBM, in elements: reads q, k, v and sinks, writes out and lse.
+of an impossible seqused_k the rows of its sequence. block_map `1|batch 1|heads q_blocks k_blocks`, beside none of those: which
+blocks of 128 queries and 128 keys are read and seen. HBM, in elements: reads q, k, v and sinks, writes out and lse.
 
 Roles: two consumers (warpgroups) of 64 query rows each and one producer warp. Programs stay on their SM and follow a column of
 a table of tiles, the longest first among heads whose k and v fit the L2. k and v come through rings of TMA copies; a copy fills
 with zeros past the end of a sequence and a store stops there, so lengths may be anything: with packed sequences too, whose
 descriptors (_gluon.descriptor, ragged) know ends inside a tensor. No tile is masked on its way to memory, and what lies beside a
 sequence is never read, be it NaN.
+With a block map a tile has a program of its own, the longest first, and follows a list of its blocks (_hopper_map.py); not
+measured yet.
 Keys are visited right to left, so that the blocks at the edges alone need a mask. In a consumer, Q K^T of block j is issued
 together with P V of block j-1, and PINGPONG passes a token between the consumers so that one's softmax runs under the other's
 products.
@@ -30,11 +33,13 @@ imposed on the wait for P V, 7 to 8 %; ring slots given back by bar_arrive, whic
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._attention_hopper_parts import by_thread, tanh
+from . import _hopper_map
+from ._attention_hopper_parts import by_thread, masked_rows, next_stage, pieces_of, tanh
 from ._attention_tiles import LOG2E
 from ._attention_tiles import schedule as schedule_segments
 from ._gluon import (
@@ -55,10 +60,13 @@ from ._gluon import (
 from ._hopper_schedule import (
     BLOCK_M,
     Bounds,
+    any_after,
+    block_at,
     corner_of,
     entry_of,
     equal_table,
     field,
+    key_step,
     lse_row,
     order,
     plan_axes,
@@ -67,38 +75,39 @@ from ._hopper_schedule import (
 )
 from ._lang import cdiv
 from ._launch import launch as _launch
-from ._launch import on_device, tma_strides
+from ._launch import on_device
 from ._target import Target, target_of
 
 ROWS = 64  # of a consumer: two of them share a tile of BLOCK_M
 
 
+# With head_dim 64 and 128. Not measured yet: the first Q K^T of a tile then runs under the end of the tile before.
+AHEAD = False
+
+
 @dataclass(frozen=True)
 class Config:
     block_n: int
+    q_stages: int
     k_stages: int  # 3 at most: each stage has a named barrier
     v_stages: int
+    ahead: bool  # the first Q K^T of the next tile is issued with the last P V of this one
     pingpong: bool
 
 
-def configure(head_dim: int, bounded: bool) -> Config:
-    if head_dim == 256:  # not measured: what fits beside q and half of out
-        return Config(64, 2, 2, True)
+def configure(head_dim: int, bounded: bool, mapped: bool = False) -> Config:
     # H200, 2026-11-29: a third stage, three consumers and other orders of waiting gain nothing at head_dim 64 and 128. Not
-    # measured: 192, with which it fills the shared memory beside q and half of out.
-    return Config(128, 2, 2, bounded or head_dim == 64)
+    # measured: what 192 and 256 have, where no more fits beside the rings than one tile of q and half of out; and AHEAD.
+    if head_dim == 256:
+        return Config(64, 1, 2, 2, False, True)
+    if head_dim == 192:
+        return Config(128, 1, 2, 2, False, bounded)
+    ahead = AHEAD and not mapped  # with a block map no tile of a program follows another
+    return Config(128, 1 + ahead, 2, 2, ahead, bounded or head_dim == 64)
 
 
 # ---- the kernel --------------------------------------------------------------------------------------------------------------
 # Named barriers: 8 and 9 whose turn it is, 10 to 12 a stage of k is free, 13 to 15 one of v.
-
-
-@gluon.jit
-def _next(stage, phase, STAGES: gl.constexpr):
-    stage += 1
-    phase = gl.where(stage == STAGES, phase ^ 1, phase)
-    stage = gl.where(stage == STAGES, 0, stage)
-    return stage, phase
 
 
 @gluon.jit
@@ -121,12 +130,15 @@ def _fill(x, x2, corner, corner2, memory, memory2, full, stage, loaded, FREE: gl
 @gluon.jit
 def _producer(
     q, q2, k, k2, v, table, q_s, q2_s, k_s, k2_s, v_s, q_full, q_empty, k_full, v_full, rounds, row_tiles, seq, context, heads,
-    group, low, high, BN: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr, EMPTY: gl.constexpr,
+    group, low, high, lists, list_b, list_h, BN: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr,
+    EMPTY: gl.constexpr,
 ):  # fmt: skip
     K_STAGES: gl.constexpr = k_s.type.shape[0]
     V_STAGES: gl.constexpr = v_s.type.shape[0]
+    Q_STAGES: gl.constexpr = q_s.type.shape[0] // 2
     programs = gl.num_programs(0)
-    tiles = 0
+    q_stage = 0
+    q_phase = 0
     loaded = 0
     k_stage = 0
     v_stage = 0
@@ -135,20 +147,22 @@ def _producer(
         following = entry_of(table, i + 1, programs, PACKED)
         if entry >= 0:
             h, row, begin, blocks, sequence = tile_of(
-                entry, table, i, programs, row_tiles, heads, seq, context, low, high, BN, LEFT, RIGHT, PACKED, EMPTY
-            )
+                entry, table, i, programs, row_tiles, heads, seq, context, low, high, lists, list_b, list_h, BN, LEFT, RIGHT,
+                PACKED, EMPTY,
+            )  # fmt: skip
             b, q_start, queries, k_start, keys, _, _ = sequence
             if PACKED:
                 keys = gl.maximum(keys, 0)
             for c in gl.static_range(2):
-                mbarrier.wait(q_empty.index(c), (tiles & 1) ^ 1)
+                mbarrier.wait(q_empty.index(q_stage * 2 + c), q_phase ^ 1)
                 at = corner_of(b, q_start, queries, row + c * 64, h, 0, PACKED)
                 at2 = corner_of(b, q_start, queries, row + c * 64, h, 128, PACKED)
-                _load(q, q2, at, at2, q_s, q2_s, q_full, c)
-            tiles += 1
+                _load(q, q2, at, at2, q_s, q2_s, q_full, q_stage * 2 + c)
+            q_stage, q_phase = next_stage(q_stage, q_phase, Q_STAGES)
             for j in range(blocks):
-                at = corner_of(b, k_start, keys, (begin + blocks - 1 - j) * BN, h // group, 0, PACKED)
-                at2 = corner_of(b, k_start, keys, (begin + blocks - 1 - j) * BN, h // group, 128, PACKED)
+                n = block_at(begin, blocks, j, lists is not None)
+                at = corner_of(b, k_start, keys, n * BN, h // group, 0, PACKED)
+                at2 = corner_of(b, k_start, keys, n * BN, h // group, 128, PACKED)
                 _fill(k, k2, at, at2, k_s, k2_s, k_full, k_stage, loaded, 10)
                 _fill(v, None, at, at, v_s, v_s, v_full, v_stage, loaded, 13)
                 loaded += 1
@@ -171,37 +185,17 @@ def _keys(memory, stage):
 
 
 @gluon.jit
-def _scores(q, q2, k_s, k2_s, stage, zero):
-    """Issue Q K^T of a stage."""
-    flying = warpgroup_mma(q, _keys(k_s, stage), zero, use_acc=False, is_async=True)
-    if q2 is not None:
-        flying = warpgroup_mma(q2, _keys(k2_s, stage), flying, is_async=True)
+def _rows(memory, place):
+    return memory.index(place).reshape([64, memory.type.shape[-1]])
+
+
+@gluon.jit
+def _scores(q_s, q2_s, place, k_s, k2_s, stage, zero):
+    """Issue Q K^T of the queries at a place and a stage of keys."""
+    flying = warpgroup_mma(_rows(q_s, place), _keys(k_s, stage), zero, use_acc=False, is_async=True)
+    if q2_s is not None:
+        flying = warpgroup_mma(_rows(q2_s, place), _keys(k2_s, stage), flying, is_async=True)
     return flying
-
-
-@gluon.jit
-def _masked(s, row, n, context, low, high, BN: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
-    """Logits of rows from `row` on and of block n of keys, -inf where a row does not see the key."""
-    layout: gl.constexpr = s.type.layout
-    cols = n * BN + gl.arange(0, BN, gl.SliceLayout(0, layout))
-    rows = row + gl.arange(0, 64, gl.SliceLayout(1, layout))
-    if RIGHT:
-        s = gl.where(cols[None, :] <= (rows + high)[:, None], s, float("-inf"))
-    if RIGHT != 1:
-        s = gl.where(cols[None, :] < context, s, float("-inf"))
-    if LEFT:
-        s = gl.where(cols[None, :] >= (rows + low)[:, None], s, float("-inf"))
-    return s
-
-
-@gluon.jit
-def _pieces(acc, PARTS: gl.constexpr):
-    """The columns of acc in so many tiles, 1 or 2."""
-    if PARTS == 1:
-        pieces = (acc,)
-    else:
-        pieces = acc.reshape([64, 2, acc.shape[1] // 2]).permute([0, 2, 1]).split()
-    return pieces
 
 
 @gluon.jit
@@ -217,13 +211,30 @@ def _pass_turn(CID: gl.constexpr, PINGPONG: gl.constexpr):
 
 
 @gluon.jit
+def _first(
+    CID: gl.constexpr, PINGPONG: gl.constexpr, q_s, q2_s, q_full, q_stage, q_phase, k_s, k2_s, k_full, k_stage, k_phase, zero,
+):  # fmt: skip
+    """Q K^T of a tile's first block."""
+    mbarrier.wait(q_full.index(q_stage * 2 + CID), q_phase)
+    mbarrier.wait(k_full.index(k_stage), k_phase)
+    _take_turn(CID, PINGPONG)
+    flying = _scores(q_s, q2_s, q_stage * 2 + CID, k_s, k2_s, k_stage, zero)
+    _pass_turn(CID, PINGPONG)
+    s = warpgroup_mma_wait(0, deps=(flying,))
+    bar_arrive(10 + k_stage, 288)
+    return s
+
+
+@gluon.jit
 def _consumer(
     CID: gl.constexpr, out, lse, table, sinks, q_s, q2_s, k_s, k2_s, v_s, out_s, q_full, q_empty, k_full, v_full, rounds,
-    row_tiles, seq, context, heads, low, high, scale, cap, D: gl.constexpr, BN: gl.constexpr, LEFT: gl.constexpr,
-    RIGHT: gl.constexpr, EDGES: gl.constexpr, PINGPONG: gl.constexpr, PACKED: gl.constexpr, EMPTY: gl.constexpr,
+    row_tiles, seq, context, heads, low, high, lists, list_b, list_h, scale, cap, D: gl.constexpr, BN: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, EDGES: gl.constexpr, AHEAD: gl.constexpr, PINGPONG: gl.constexpr,
+    PACKED: gl.constexpr, EMPTY: gl.constexpr,
 ):  # fmt: skip
     """scale: of base-2 logits. EDGES: blocks from the right that need a mask, with LEFT besides those that reach past `low`.
     RIGHT: 0 without a bound, 1 with one inside the context, 2 where it may lie outside. EMPTY: rows may see no key."""
+    Q_STAGES: gl.constexpr = q_s.type.shape[0] // 2
     K_STAGES: gl.constexpr = k_s.type.shape[0]
     V_STAGES: gl.constexpr = v_s.type.shape[0]
     dtype: gl.constexpr = q_s.dtype
@@ -233,12 +244,9 @@ def _consumer(
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     acc_rows: gl.constexpr = gl.SliceLayout(1, acc_layout)
     programs = gl.num_programs(0)
-    q = q_s.index(CID).reshape([64, q_s.type.shape[-1]])
-    q2 = None
-    if q2_s is not None:
-        q2 = q2_s.index(CID).reshape([64, q2_s.type.shape[-1]])
     zero = gl.zeros([64, BN], gl.float32, s_layout)
-    tiles = 0
+    q_stage = 0
+    q_phase = 0
     k_stage = 0
     k_phase = 0
     v_stage = 0
@@ -246,29 +254,29 @@ def _consumer(
     if CID == 1:
         _pass_turn(CID, PINGPONG)  # consumer 0 goes first
     entry = entry_of(table, 0, programs, PACKED)
+    s = zero
+    more = False  # whether s is Q K^T of the tile to come
     for i in range(rounds):
         following = entry_of(table, i + 1, programs, PACKED)
         if entry >= 0:
             h, row, begin, blocks, sequence = tile_of(
-                entry, table, i, programs, row_tiles, heads, seq, context, low, high, BN, LEFT, RIGHT, PACKED, EMPTY
-            )
+                entry, table, i, programs, row_tiles, heads, seq, context, low, high, lists, list_b, list_h, BN, LEFT, RIGHT,
+                PACKED, EMPTY,
+            )  # fmt: skip
             b, _, _, _, keys, least, most = sequence
             inner = 0  # blocks from this one on lie above `least` of every row
-            if LEFT:
+            if LEFT and lists is not None:
+                inner = gl.minimum(128 // BN + 1, blocks)
+            elif LEFT:
                 inner = gl.minimum(gl.cdiv(gl.maximum(row + 127 + least, 0), BN) - begin, blocks)
             row += CID * 64
-            mbarrier.wait(q_full.index(CID), tiles & 1)
-            mbarrier.wait(k_full.index(k_stage), k_phase)
-            _take_turn(CID, PINGPONG)
-            flying = _scores(q, q2, k_s, k2_s, k_stage, zero)
-            _pass_turn(CID, PINGPONG)
-            s = warpgroup_mma_wait(0, deps=(flying,))
-            bar_arrive(10 + k_stage, 288)
-            k_stage, k_phase = _next(k_stage, k_phase, K_STAGES)
+            if not more:
+                s = _first(CID, PINGPONG, q_s, q2_s, q_full, q_stage, q_phase, k_s, k2_s, k_full, k_stage, k_phase, zero)
+                k_stage, k_phase = next_stage(k_stage, k_phase, K_STAGES)
             if cap is not None:
                 s = tanh(s * cap)
             if EDGES > 0 or LEFT:
-                s = _masked(s, row, begin + blocks - 1, keys, least, most, BN, LEFT, RIGHT)
+                s = masked_rows(s, row, block_at(begin, blocks, 0, lists is not None), keys, least, most, BN, LEFT, RIGHT)
             m = gl.max(s, 1) * scale
             if EDGES > 1 or LEFT or EMPTY:
                 m = gl.maximum(m, -1.0e30)  # rows that see nothing of this block
@@ -289,17 +297,18 @@ def _consumer(
                     for j in range(done, end):
                         mbarrier.wait(k_full.index(k_stage), k_phase)
                         _take_turn(CID, PINGPONG)
-                        flying = _scores(q, q2, k_s, k2_s, k_stage, zero)
+                        flying = _scores(q_s, q2_s, q_stage * 2 + CID, k_s, k2_s, k_stage, zero)
                         mbarrier.wait(v_full.index(v_stage), v_phase)
                         flying_acc = warpgroup_mma(pt, v_s.index(v_stage).reshape([BN, D]), acc, is_async=True)
                         _pass_turn(CID, PINGPONG)
                         s = warpgroup_mma_wait(1, deps=(flying,))
                         bar_arrive(10 + k_stage, 288)
-                        k_stage, k_phase = _next(k_stage, k_phase, K_STAGES)
+                        k_stage, k_phase = next_stage(k_stage, k_phase, K_STAGES)
                         if cap is not None:
                             s = tanh(s * cap)
                         if part != 1:
-                            s = _masked(s, row, begin + blocks - 1 - j, keys, least, most, BN, LEFT, RIGHT)
+                            n = block_at(begin, blocks, j, lists is not None)
+                            s = masked_rows(s, row, n, keys, least, most, BN, LEFT, RIGHT)
                         new = gl.maximum(m, gl.max(s, 1) * scale)
                         shrink = gl.exp2(m - new)
                         p = gl.exp2(s * scale - new[:, None])
@@ -307,13 +316,27 @@ def _consumer(
                         m = new
                         acc = warpgroup_mma_wait(0, deps=(flying_acc,))
                         bar_arrive(13 + v_stage, 288)
-                        v_stage, v_phase = _next(v_stage, v_phase, V_STAGES)
+                        v_stage, v_phase = next_stage(v_stage, v_phase, V_STAGES)
                         acc = acc * gl.convert_layout(shrink, acc_rows)[:, None]
                         pt = gl.convert_layout(p.to(dtype), p_layout)
                     done = end
-            mbarrier.arrive(q_empty.index(CID), count=1)  # the next tile's q may come
+            mbarrier.arrive(q_empty.index(q_stage * 2 + CID), count=1)
+            last = q_stage
+            q_stage, q_phase = next_stage(q_stage, q_phase, Q_STAGES)
             mbarrier.wait(v_full.index(v_stage), v_phase)
+            if AHEAD:
+                _take_turn(CID, PINGPONG)
             flying_acc = warpgroup_mma(pt, v_s.index(v_stage).reshape([BN, D]), acc, is_async=True)
+            YOUNGER: gl.constexpr = 0 if not AHEAD else 1 if q2_s is None else 2
+            if AHEAD:
+                # Where none follows this multiplies what is there once more, and its result goes nowhere.
+                more = any_after(following, table, i, rounds, programs, PACKED)
+                place = gl.where(more, q_stage, last) * 2 + CID
+                stage = gl.where(more, k_stage, gl.where(k_stage == 0, K_STAGES - 1, k_stage - 1))
+                mbarrier.wait(q_full.index(place), q_phase, pred=more)
+                mbarrier.wait(k_full.index(stage), k_phase, pred=more)
+                flying = _scores(q_s, q2_s, place, k_s, k2_s, stage, zero)
+                _pass_turn(CID, PINGPONG)
             total = gl.convert_layout(gl.sum(l, 1), s_rows)
             inverse = 1.0 / total
             if sinks is not None:
@@ -334,12 +357,12 @@ def _consumer(
                 keys = field(table, i, programs, 5)
                 inverse = gl.where(keys < 0, float("nan"), inverse)
                 logs = gl.where(keys < 0, float("nan"), logs)
-            acc = warpgroup_mma_wait(0, deps=(flying_acc,))
+            acc = warpgroup_mma_wait(YOUNGER, deps=(flying_acc,))
             bar_arrive(13 + v_stage, 288)
-            v_stage, v_phase = _next(v_stage, v_phase, V_STAGES)
+            v_stage, v_phase = next_stage(v_stage, v_phase, V_STAGES)
             acc = acc * gl.convert_layout(inverse, acc_rows)[:, None]
             WIDTH: gl.constexpr = out_s.type.shape[-1]
-            pieces = _pieces(acc, D // WIDTH)
+            pieces = pieces_of(acc, D // WIDTH)
             for part in gl.static_range(D // WIDTH):
                 tma_store_wait(0)  # the store before, of this tile or the one before it, has left the buffer
                 if part == 0:
@@ -348,44 +371,49 @@ def _consumer(
                 out_s.index(CID).reshape([64, WIDTH]).store(pieces[part].to(dtype))
                 fence_async_shared()
                 tma_store(out, corner_of(b, q_start, queries, row, h, part * WIDTH, PACKED), out_s.index(CID))
-            tiles += 1
+            if AHEAD:
+                s = warpgroup_mma_wait(0, deps=(flying,))
+                if more:
+                    bar_arrive(10 + k_stage, 288)
+                    k_stage, k_phase = next_stage(k_stage, k_phase, K_STAGES)
         entry = following
     tma_store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["rounds", "row_tiles", "seq", "context", "heads", "group", "low", "high"])
+@gluon.jit(do_not_specialize=["rounds", "row_tiles", "seq", "context", "heads", "group", "low", "high", "list_b", "list_h"])
 def _forward_kernel(
     q, q2, k, k2, v, out, lse, table, sinks, scale, cap, rounds, row_tiles, seq, context, heads, group, low, high,
-    D: gl.constexpr, BN: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    EDGES: gl.constexpr, PINGPONG: gl.constexpr, PACKED: gl.constexpr, EMPTY: gl.constexpr,
+    lists, list_b, list_h, D: gl.constexpr, BN: gl.constexpr, Q_STAGES: gl.constexpr, K_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, EDGES: gl.constexpr, AHEAD: gl.constexpr,
+    PINGPONG: gl.constexpr, PACKED: gl.constexpr, EMPTY: gl.constexpr,
 ):  # fmt: skip
     """scale and cap: scale * log2(e) and None, or softcap * log2(e) and scale / softcap. With PACKED low and high count from
     where a query stands, lse lies seq apart for heads and `heads` apart for tokens that begin a sequence. q2, k2: columns from
     128 on of wider q and k, else None. D: of v."""
-    q_s = gl.allocate_shared_memory(q.dtype, [2] + q.block_shape, q.layout)
+    q_s = gl.allocate_shared_memory(q.dtype, [2 * Q_STAGES] + q.block_shape, q.layout)
     k_s = gl.allocate_shared_memory(k.dtype, [K_STAGES] + k.block_shape, k.layout)
     v_s = gl.allocate_shared_memory(v.dtype, [V_STAGES] + v.block_shape, v.layout)
     if q2 is None:
         q2_s: gl.constexpr = None
         k2_s: gl.constexpr = None
     else:
-        q2_s = gl.allocate_shared_memory(q.dtype, [2] + q2.block_shape, q2.layout)
+        q2_s = gl.allocate_shared_memory(q.dtype, [2 * Q_STAGES] + q2.block_shape, q2.layout)
         k2_s = gl.allocate_shared_memory(k.dtype, [K_STAGES] + k2.block_shape, k2.layout)
     out_s = gl.allocate_shared_memory(out.dtype, [2] + out.block_shape, out.layout)
-    q_full = allocate_barriers(2, 1)
-    q_empty = allocate_barriers(2, 1)
+    q_full = allocate_barriers(2 * Q_STAGES, 1)
+    q_empty = allocate_barriers(2 * Q_STAGES, 1)
     k_full = allocate_barriers(K_STAGES, 1)
     v_full = allocate_barriers(V_STAGES, 1)
     gl.warp_specialize(
         [
             (_consumer, (0, out, lse, table, sinks, q_s, q2_s, k_s, k2_s, v_s, out_s, q_full, q_empty, k_full, v_full, rounds,
-                         row_tiles, seq, context, heads, low, high, scale, cap, D, BN, LEFT, RIGHT, EDGES, PINGPONG, PACKED,
-                         EMPTY)),
+                         row_tiles, seq, context, heads, low, high, lists, list_b, list_h, scale, cap, D, BN, LEFT, RIGHT, EDGES,
+                         AHEAD, PINGPONG, PACKED, EMPTY)),
             (_consumer, (1, out, lse, table, sinks, q_s, q2_s, k_s, k2_s, v_s, out_s, q_full, q_empty, k_full, v_full, rounds,
-                         row_tiles, seq, context, heads, low, high, scale, cap, D, BN, LEFT, RIGHT, EDGES, PINGPONG, PACKED,
-                         EMPTY)),
+                         row_tiles, seq, context, heads, low, high, lists, list_b, list_h, scale, cap, D, BN, LEFT, RIGHT, EDGES,
+                         AHEAD, PINGPONG, PACKED, EMPTY)),
             (_producer, (q, q2, k, k2, v, table, q_s, q2_s, k_s, k2_s, v_s, q_full, q_empty, k_full, v_full, rounds, row_tiles,
-                         seq, context, heads, group, low, high, BN, LEFT, RIGHT, PACKED, EMPTY)),
+                         seq, context, heads, group, low, high, lists, list_b, list_h, BN, LEFT, RIGHT, PACKED, EMPTY)),
         ],
         [4, 1],
         [240, 24],
@@ -406,39 +434,21 @@ def unfit(target: Target, dtype: torch.dtype, head_dim: int, v_dim: int) -> str:
     return ""
 
 
-def unfit_rows(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """Why this kernel cannot take seqused_k with rows that lie so, or "" where it can."""
-    if len(q) <= 1:
-        return ""
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        batch, row = tma_strides(t)[:2]
-        if batch % row or (name == "q" and batch != row * t.shape[1]):
-            return f"{name} has strides {t.stride()} with seqused_k, which are not those of one sequence after the other"
-    if _step(k) != _step(v):
-        return f"k has strides {k.stride()} with seqused_k and v {v.stride()}: their sequences are not equally far apart"
-    return ""
-
-
-def _step(t: Tensor) -> int:
-    """How many rows lie between the beginnings of two sequences of a batch."""
-    batch, row = tma_strides(t)[:2]
-    return batch // row
-
-
 def launch(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, left: int, right: int, scale: float, softcap: float = 0.0,
     cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, seqused_k: Tensor | None = None,
-    buffers: tuple[Tensor, ...] | None = None,
+    buffers: tuple[Tensor, ...] | None = None, block_map: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out and lse. q, k, v: what unfit() and, with seqused_k, unfit_rows() let pass, not empty, with rows that TMA takes
-    (_launch.tma_ready). Either both cu_seqlens (and batch 1), or seqused_k, or none. buffers: out, lse, and with lengths that
-    the device alone knows the schedule (of packed sequences) and the table, both int32 and of plan_axes; made here if None."""
+    (_launch.tma_ready). Either both cu_seqlens (and batch 1), seqused_k, block_map or none. buffers: out, lse, and with lengths
+    that the device alone knows the schedule (of packed sequences) and the table, both int32 and of plan_axes; None: made here."""
     batch, seq, heads, head_dim = q.shape
     context, kv_heads = k.shape[1:3]
     v_dim = v.shape[-1]
     group = heads // kv_heads
     target = target_of(q.device)
-    config = configure(head_dim, right >= 0)
+    mapped = block_map is not None  # then a tile may see nothing at all
+    config = configure(head_dim, right >= 0, mapped)
     bn = config.block_n
     packed = cu_seqlens_q is not None or seqused_k is not None
     sizes = {"batch": batch, "seq": seq, "heads": heads, "k_len": context, "kv_heads": kv_heads, "head_dim": head_dim,
@@ -452,18 +462,22 @@ def launch(
                    *(torch.empty(shape, dtype=torch.int32, device=q.device) for shape in shapes))  # fmt: skip
     out, lse, *planned = buffers
     offset = 0 if packed else context - seq
+    walks: list[Any] = [None, None, None]
     # Blocks from the right that some row of a tile does not see all of.
-    edges = BLOCK_M // bn + (packed or (offset + right) % bn > 0) if right >= 0 else int(packed or context % bn > 0)
+    edges = BLOCK_M // bn + (packed or (offset + right) % bn > 0) if right >= 0 else int(packed or mapped or context % bn > 0)
     section = section_of(sizes, target, q.element_size())
     row_tiles = cdiv(seq, BLOCK_M)
     with on_device(q):
         if packed:
             table = planned[-1]
-            bounds = Bounds(left, right, bn, context, 0 if seqused_k is None else _step(k), seq)
+            bounds = Bounds(left, right, bn, context, 0 if seqused_k is None else key_step(k), seq)
             if cu_seqlens_q is not None:
                 schedule_segments(cu_seqlens_q, cu_seqlens_k, None, seq, context, BLOCK_M, planned[0])
             order(planned[0] if cu_seqlens_q is not None else None, seqused_k, bounds, heads, min(section, heads), table, batch)
             lse_step = heads if seqused_k is not None else 1
+        elif block_map is not None:
+            numbers = seq, context, left, right, batch, heads, section
+            table, *walks = _hopper_map.table_of_queries(block_map, BLOCK_M, bn, *numbers)
         else:
             table = equal_table(Bounds(left, right, bn, context, 0, seq), batch * heads, min(section, batch * heads),
                                 min(target.sms, row_tiles * batch * heads), q.device)  # fmt: skip
@@ -475,9 +489,9 @@ def launch(
         _launch(
             _forward_kernel, (table.shape[1],),
             (*blocks, lse, table, sinks, (softcap or scale) * LOG2E, scale / softcap if softcap else None, table.shape[0] - 1,
-             row_tiles, seq, context, lse_step if packed else heads, group, offset - left, offset + right),
-            {"D": v_dim, "BN": bn, "K_STAGES": config.k_stages, "V_STAGES": config.v_stages, "LEFT": left >= 0,
-             "RIGHT": min(right + 1, 2), "EDGES": edges, "PINGPONG": config.pingpong, "PACKED": packed,
-             "EMPTY": packed or (right >= 0 and context < seq), "num_warps": 4, "maxnreg": 168},
+             row_tiles, seq, context, lse_step if packed else heads, group, offset - left, offset + right, *walks),
+            {"D": v_dim, "BN": bn, "Q_STAGES": config.q_stages, "K_STAGES": config.k_stages, "V_STAGES": config.v_stages,
+             "LEFT": left >= 0, "RIGHT": min(right + 1, 2), "EDGES": edges, "AHEAD": config.ahead, "PINGPONG": config.pingpong,
+             "PACKED": packed, "EMPTY": packed or mapped or (right >= 0 and context < seq), "num_warps": 4, "maxnreg": 168},
         )  # fmt: skip
     return out, lse

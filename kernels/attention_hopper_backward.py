@@ -22,6 +22,9 @@ is always in flight:
 dP(j) | exponentials | grad_v(j) | ds | grad_k(j) | barrier | grad_q(j) | S(j+1) | pass grad_q(j) on | wait for S(j+1).
 With head_dim 192 (v_dim 128) and 256 the consumers share 64 keys (_attention_hopper_wide.py); not measured yet.
 
+With a block map (`1|batch 1|heads q_blocks k_blocks`, blocks of 128 by 128; not with packed sequences) a program walks a list of
+tiles instead, over all heads of its group, and the longest lists begin first (_hopper_map.py); not measured yet.
+
 Tiles of queries that see none of the keys are left out, and a tile is masked only where an edge crosses it. TMA copies of packed
 sequences end with their segment (_gluon.descriptor, ragged), so what lies behind it reaches nothing.
 
@@ -39,6 +42,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import _hopper_map
 from ._attention_hopper_parts import (
     ROWS,
     _finish_kernel,
@@ -46,14 +50,16 @@ from ._attention_hopper_parts import (
     _sinks_kernel,
     add_part,
     at_edge,
+    begun,
     bounds,
     buffer_axes,
+    first_half,
+    further,
     in_fours,
     keys_of,
     landed,
     masked,
     tanh,
-    walk,
 )
 from ._attention_hopper_wide import wide_consumer
 from ._attention_tiles import LOG2E, schedule
@@ -64,6 +70,7 @@ from ._gluon import (
     fence_async_shared,
     gl,
     gluon,
+    hold,
     mbarrier,
     one_less_square,
     tma_add,
@@ -79,6 +86,9 @@ from ._launch import launch as _launch
 from ._launch import on_device
 
 STAGES = 2
+# head_dim -> columns of the first of two products for dP; other head_dims have one. Not measured yet: {128: 64}, which issues the
+# second under the exponentials.
+PARTS: dict[int, int] = {}
 
 
 # Named barrier 8: both consumers have written their halves of ds.
@@ -86,8 +96,8 @@ STAGES = 2
 
 @gluon.jit
 def _producer(
-    WALL: gl.constexpr, PACKED: gl.constexpr, q2, k2, q2_s, k2_s, q, k, v, grad_out, stats, q_s, k_s, v_s, g_s, stats_s, kv_full,
-    q_full, g_full, empty, kv, key, first, end, blocks, seq, context, q_start, k_start, base, TILES, KV_HEADS, GROUP,
+    WALL: gl.constexpr, PACKED: gl.constexpr, q2, k2, q2_s, k2_s, lists, q, k, v, grad_out, stats, q_s, k_s, v_s, g_s, stats_s,
+    kv_full, q_full, g_full, empty, kv, key, first, end, blocks, seq, context, q_start, k_start, base, TILES, KV_HEADS, GROUP,
 ):  # fmt: skip
     STAGES: gl.constexpr = q_s.type.shape[0]
     b = kv // KV_HEADS
@@ -101,8 +111,7 @@ def _producer(
     mbarrier.expect(kv_full.index(1), KEYS * v.block_type.nbytes)
     for c in gl.static_range(KEYS):
         tma_load(v, corner_of(b, k_start, context, key + c * 64, kv_head, 0, PACKED), kv_full.index(1), v_s.index(c))
-    m = first
-    h = kv * GROUP
+    m, h = begun(lists, kv, first, TILES, GROUP)
     for i in range(blocks):
         stage = i % STAGES
         place = corner_of(b, q_start, seq, m * 64, h - b * KV_HEADS * GROUP, 0, PACKED)
@@ -116,13 +125,12 @@ def _producer(
         tma_load(stats, [(h * TILES + base + m) * 128], q_full.index(stage), stats_s.index(stage))
         mbarrier.expect(g_full.index(stage), grad_out.block_type.nbytes)
         tma_load(grad_out, place, g_full.index(stage), g_s.index(stage))
-        m, h = walk(m, h, first, end, WALL)
+        m, h = further(lists, i + 1, m, h, kv, first, end, TILES, GROUP, WALL)
 
 
 @gluon.jit
-def _adder(sums, dq_s, dq_full, dq_empty, kv, first, end, blocks, base, TILES, GROUP, WALL: gl.constexpr):
-    m = first
-    h = kv * GROUP
+def _adder(sums, dq_s, dq_full, dq_empty, lists, kv, first, end, blocks, base, TILES, GROUP, WALL: gl.constexpr):
+    m, h = begun(lists, kv, first, TILES, GROUP)
     for i in range(blocks):
         tile = h * TILES + base + m
         for c in gl.static_range(2):
@@ -132,16 +140,18 @@ def _adder(sums, dq_s, dq_full, dq_empty, kv, first, end, blocks, base, TILES, G
         mbarrier.arrive(dq_empty.index(0), count=1)
         tma_store_wait(0)
         mbarrier.arrive(dq_empty.index(1), count=1)
-        m, h = walk(m, h, first, end, WALL)
+        m, h = further(lists, i + 1, m, h, kv, first, end, TILES, GROUP, WALL)
 
 
 @gluon.jit
 def _consumer(
-    CID: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr, DIRECT: gl.constexpr,
-    grad_k, grad_v, sums, cap, q_s, k_s, v_s, g_s, stats_s, ds_s, dq_s, kv_full, q_full, g_full, empty, dq_full, dq_empty, kv,
-    key, first, end, blocks, seq, context, left, right, k_start, base, gain, TILES, KV_HEADS, GROUP, scale, scale2,
+    CID: gl.constexpr, D: gl.constexpr, PART: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr,
+    DIRECT: gl.constexpr, grad_k, grad_v, sums, cap, lists, q_s, k_s, v_s, g_s, stats_s, ds_s, dq_s, kv_full, q_full, g_full,
+    empty, dq_full, dq_empty, kv, key, first, end, blocks, seq, context, left, right, k_start, base, gain, TILES, KV_HEADS,
+    GROUP, scale, scale2,
 ):  # fmt: skip
-    """DIRECT: add grad_q to memory from registers. gain: NaN for a segment that cannot be, else 1. Of grad_k, grad_v and sums
+    """PART: columns of the first product of dP; with less than D the rest is issued after half of the exponentials. DIRECT: add
+    grad_q to memory from registers. gain: NaN for a segment that cannot be, else 1. Of grad_k, grad_v and sums
     those that are None are not made."""
     STAGES: gl.constexpr = q_s.type.shape[0]
     HALF: gl.constexpr = D // 2
@@ -169,14 +179,14 @@ def _consumer(
         mbarrier.wait(q_full.index(0), 0)
         s = warpgroup_mma(k, q_s.index(0).reshape([64, D]).permute((1, 0)), zero, use_acc=False)
     mbarrier.wait(kv_full.index(1), 0)
-    m = first
-    h = kv * GROUP
+    m, h = begun(lists, kv, first, TILES, GROUP)
     for i in range(blocks):
         stage = i % STAGES
         qt = q_s.index(stage).reshape([64, D])
         gt = g_s.index(stage).reshape([64, D])
         mbarrier.wait(g_full.index(stage), (i // STAGES) & 1)
-        flying_dp = warpgroup_mma(v, gt.permute((1, 0)), zero, use_acc=False, is_async=True)
+        gt_part = gt.slice(0, PART, 1).permute((1, 0))
+        flying_dp = warpgroup_mma(v.slice(0, PART, 1), gt_part, zero, use_acc=False, is_async=True)
         past = m * 64
         edge = at_edge(low + past, high + past, limit, LEFT, RIGHT)
         if cap is not None:
@@ -185,6 +195,10 @@ def _consumer(
             if edge:
                 s = masked(s, low + past, high + past, limit, float("-inf"), LEFT, RIGHT)
         p = gl.exp2(s * scale2 - stats_s.index(stage).slice(0, 64).load(columns)[None, :])
+        if PART < D:
+            hold(first_half(p))
+            gt_part = gt.slice(PART, PART, 1).permute((1, 0))
+            flying_dp = warpgroup_mma(v.slice(PART, PART, 1), gt_part, flying_dp, is_async=True)
         if not DIRECT and cap is None:
             if edge:
                 p = masked(p, low + past, high + past, limit, 0.0, LEFT, RIGHT)
@@ -223,7 +237,7 @@ def _consumer(
         mbarrier.arrive(empty.index(stage), count=1)
         # No wgmma may be in flight over the end of the loop: ptxas would make all of them wait for one another.
         s = warpgroup_mma_wait(0, deps=(flying_s,))
-        m, h = walk(m, h, first, end, LEFT or RIGHT > 0)
+        m, h = further(lists, i + 1, m, h, kv, first, end, TILES, GROUP, LEFT or RIGHT > 0)
     # k and v become the buffers of grad_k and grad_v. Both consumers read all of k.
     bar_sync(8, 256)
     b = kv // KV_HEADS  # here, where no registers are short
@@ -244,17 +258,16 @@ def _consumer(
     tma_store_wait(0)
 
 
-@gluon.jit(
-    do_not_specialize=["seq", "context", "left", "right", "TILES", "KEY_TILES", "KV_HEADS", "GROUP", "CHUNK", "KV"]
-)
+@gluon.jit(do_not_specialize=["seq", "context", "left", "right", "TILES", "KEY_TILES", "KV_HEADS", "GROUP", "CHUNK", "KV",
+                              "list_b", "list_h"])  # fmt: skip
 def _products_kernel(
     q, q2, k, k2, v, grad_out, stats, sums_by_tma, grad_k, grad_k2, grad_v, sums, schedule, scale, scale2, cap, seq, context,
-    left, right, TILES, KEY_TILES, KV_HEADS, GROUP, CHUNK, KV,
-    D: gl.constexpr, STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, DIRECT: gl.constexpr,
+    left, right, TILES, KEY_TILES, KV_HEADS, GROUP, CHUNK, KV, lists, list_b, list_h, order,
+    D: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, DIRECT: gl.constexpr,
 ):  # fmt: skip
     """RIGHT: 0 without a bound, 1 causal, 2 with any other. schedule: tiles of keys of packed sequences. scale2, cap: of base-2
     logits and None, or softcap * log2(e) and scale / softcap. Results that are None are not made. q2, k2, grad_k2: columns from
-    128 on with head_dim 192, else None."""
+    128 on with head_dim 192, else None. lists, order: of a block map, what _hopper_map.py makes of it."""
     PACKED: gl.constexpr = schedule is not None
     WALL: gl.constexpr = LEFT or RIGHT > 0
     WIDE: gl.constexpr = D > 128
@@ -281,11 +294,16 @@ def _products_kernel(
     empty = allocate_barriers(STAGES, 2)
     # Chunks of CHUNK kv heads, whose grad_q stays in the L2; in a chunk the keys that most queries see come first.
     pid = gl.program_id(0)
-    chunk = pid // (CHUNK * KEY_TILES)
-    rest = pid - chunk * CHUNK * KEY_TILES
-    size = gl.minimum(CHUNK, KV - chunk * CHUNK)
-    n = rest // size
-    kv = chunk * CHUNK + rest - n * size
+    if order is not None:
+        pid = gl.load(order + pid)
+        kv = pid // KEY_TILES
+        n = pid - kv * KEY_TILES
+    else:
+        chunk = pid // (CHUNK * KEY_TILES)
+        rest = pid - chunk * CHUNK * KEY_TILES
+        size = gl.minimum(CHUNK, KV - chunk * CHUNK)
+        n = rest // size
+        kv = chunk * CHUNK + rest - n * size
     # The tiles of a segment's queries are `base` and on of each head's TILES.
     base = 0
     q_start = 0
@@ -319,6 +337,11 @@ def _products_kernel(
             first = gl.where(end > 0, (2 * n) % gl.maximum(end, 1), 0)
         else:
             first = (2 * n) % TILES
+    if lists is not None:
+        batch = kv // KV_HEADS
+        most = GROUP * TILES
+        lists += (batch * list_b + (kv - batch * KV_HEADS) * list_h + n).to(gl.int64) * (most + 1)
+        blocks = gl.load(lists + most)
     # Constants and what may be None come before `+`: behind it triton makes plain numbers of them.
     loads = (q, k, v, grad_out, stats, q_s, k_s, v_s, g_s, stats_s, kv_full, q_full, g_full, empty, kv, key, first, end, blocks,
              seq, context, q_start, k_start, base, TILES, KV_HEADS, GROUP)  # fmt: skip
@@ -326,22 +349,22 @@ def _products_kernel(
               blocks, seq, context, left, right, k_start, base, gain, TILES, KV_HEADS, GROUP, scale, scale2)  # fmt: skip
     if WIDE:
         gl.warp_specialize([
-            (wide_consumer, (0, D, LEFT, RIGHT, PACKED, grad_k, grad_k2, grad_v, sums, cap, q2_s, k2_s) + shared),
-            (wide_consumer, (1, D, LEFT, RIGHT, PACKED, grad_k, grad_k2, grad_v, sums, cap, q2_s, k2_s) + shared),
-            (_producer, (WALL, PACKED, q2, k2, q2_s, k2_s) + loads),
+            (wide_consumer, (0, D, LEFT, RIGHT, PACKED, grad_k, grad_k2, grad_v, sums, cap, q2_s, k2_s, lists) + shared),
+            (wide_consumer, (1, D, LEFT, RIGHT, PACKED, grad_k, grad_k2, grad_v, sums, cap, q2_s, k2_s, lists) + shared),
+            (_producer, (WALL, PACKED, q2, k2, q2_s, k2_s, lists) + loads),
         ], [4, 1], [240, 24])  # fmt: skip
     elif DIRECT:
         gl.warp_specialize([
-            (_consumer, (0, D, LEFT, RIGHT, PACKED, DIRECT, grad_k, grad_v, sums, cap) + shared),
-            (_consumer, (1, D, LEFT, RIGHT, PACKED, DIRECT, grad_k, grad_v, sums, cap) + shared),
-            (_producer, (WALL, PACKED, q2, k2, q2_s, k2_s) + loads),
+            (_consumer, (0, D, PART, LEFT, RIGHT, PACKED, DIRECT, grad_k, grad_v, sums, cap, lists) + shared),
+            (_consumer, (1, D, PART, LEFT, RIGHT, PACKED, DIRECT, grad_k, grad_v, sums, cap, lists) + shared),
+            (_producer, (WALL, PACKED, q2, k2, q2_s, k2_s, lists) + loads),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consumer, (0, D, LEFT, RIGHT, PACKED, DIRECT, grad_k, grad_v, sums, cap) + shared),
-            (_consumer, (1, D, LEFT, RIGHT, PACKED, DIRECT, grad_k, grad_v, sums, cap) + shared),
-            (_producer, (WALL, PACKED, q2, k2, q2_s, k2_s) + loads),
-            (_adder, (sums_by_tma, dq_s, dq_full, dq_empty, kv, first, end, blocks, base, TILES, GROUP, WALL)),
+            (_consumer, (0, D, PART, LEFT, RIGHT, PACKED, DIRECT, grad_k, grad_v, sums, cap, lists) + shared),
+            (_consumer, (1, D, PART, LEFT, RIGHT, PACKED, DIRECT, grad_k, grad_v, sums, cap, lists) + shared),
+            (_producer, (WALL, PACKED, q2, k2, q2_s, k2_s, lists) + loads),
+            (_adder, (sums_by_tma, dq_s, dq_full, dq_empty, lists, kv, first, end, blocks, base, TILES, GROUP, WALL)),
         ], [4, 1, 1], [240, 24, 24])  # fmt: skip
 
 
@@ -364,15 +387,16 @@ def launch(
     cu_seqlens: tuple[Tensor, Tensor] | None, left: int, right: int, scale: float, softcap: float = 0.0,
     need_q: bool = True, need_k: bool = True, need_v: bool = True, need_sinks: bool = True,
     grads: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None] | None = None, buffers: Buffers | None = None,
+    block_map: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """grad_q, grad_k, grad_v and, where there are sinks, grad_sinks; None for each that is not needed.
 
     Arguments as attention_hopper.launch takes and gives them: q, k, v and grad_out with rows that TMA takes (_launch.tma_ready),
     out with a dense last axis, lse contiguous. cu_seqlens: boundaries of packed queries and keys, int32 `segments+1`, never read
     on the host. Rows that see nothing (lse -inf) give and get zeros, and so do tokens past the last boundary; boundaries that
-    decrease or pass the tokens give NaN. grads: where the results go, None for each that is not needed; buffers: of buffer_axes,
-    "stats_numbers" and (None unless need_q) "sums_rows sums_columns" in fp32, and (None but with cu_seqlens) "q_slots columns"
-    and "k_slots columns" in int32; made here if None.
+    decrease or pass the tokens give NaN. block_map: not with cu_seqlens. grads: where the results go, None for each that is not
+    needed; buffers: of buffer_axes, "stats_numbers" and (None unless need_q) "sums_rows sums_columns" in fp32, and (None but with
+    cu_seqlens) "q_slots columns" and "k_slots columns" in int32; made here if None.
     """
     batch, seq, heads, head_dim = q.shape
     context, kv_heads = k.shape[1:3]
@@ -392,7 +416,8 @@ def launch(
     chunk = 16 if head_dim == 64 else 8 if seq <= 4096 else 4
     shape = (seq, heads, tiles)
     options: dict[str, Any] = {"D": head_dim, "num_warps": 4}
-    blank = cu_seqlens is not None or (right >= 0 and context < seq)
+    blank = cu_seqlens is not None or block_map is not None or (right >= 0 and context < seq)
+    walks: tuple[Any, ...] = (None, None, None, None)
     ragged = cu_seqlens is not None
     with on_device(q):
         if cu_seqlens is not None and q_plan is not None and k_plan is not None:
@@ -413,13 +438,18 @@ def launch(
                     ((grads[1], width), (grads[1], more), (grads[2], v_dim)),
                 )
             )
+            if block_map is not None:
+                group = heads // kv_heads
+                lists = _hopper_map.queries_of_keys(block_map, ROWS, keys, seq, context, left, right, group)
+                walks = lists, *_hopper_map.steps(lists), _hopper_map.order(lists, batch, kv_heads, chunk)
             by_tma = None if direct or sums is None else descriptor(sums, [head_dim // 8, 256], swizzle=False)
             _launch(
                 _products_kernel, (batch * kv_heads * key_tiles,),
                 (*loads, descriptor(stats, [2 * ROWS], swizzle=False), by_tma, *stores, sums, k_plan, scale,
                  (softcap or scale) * LOG2E, scale / softcap if softcap else None, seq, context, left, right, tiles, key_tiles,
-                 kv_heads, heads // kv_heads, chunk, batch * kv_heads),
-                {"STAGES": STAGES, "LEFT": left >= 0, "RIGHT": min(right + 1, 2), "DIRECT": direct, **options, "maxnreg": 168},
+                 kv_heads, heads // kv_heads, chunk, batch * kv_heads, *walks),
+                {"PART": PARTS.get(head_dim, head_dim), "STAGES": STAGES, "LEFT": left >= 0, "RIGHT": min(right + 1, 2),
+                 "DIRECT": direct, **options, "maxnreg": 168},
             )  # fmt: skip
         if need_q:
             _launch(_finish_kernel, (every,), (sums, grads[0], q_plan, scale, *shape), options)

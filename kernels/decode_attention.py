@@ -231,6 +231,18 @@ def _load(x, at, ok, D: tl.constexpr, DP: tl.constexpr, COL: tl.constexpr):
     return t
 
 
+@triton.jit
+def _term(x, stride_row, stride_col, row, col, rows, context):
+    """A mask or bias of the queries `row` and the keys `col`, zero past its ends; one row where all rows are alike."""
+    if x is None:
+        return 0
+    elif stride_row is None:
+        return tl.load(x + col.to(tl.int64) * stride_col, col < context, other=0.0)
+    else:
+        at = x + row.to(tl.int64)[:, None] * stride_row + col.to(tl.int64) * stride_col
+        return tl.load(at, (row < rows)[:, None] & (col < context), other=0.0)
+
+
 # What says nothing about the alignment of large loads makes no new variant.
 @triton.jit(do_not_specialize=["CONTEXT", "PAGES", "MAX_PAGES", "left", "right", "stride_mb", "stride_mh", "stride_bb",
                                "stride_bh"])  # fmt: skip
@@ -286,7 +298,7 @@ def _split_kernel(
     if prefix is not None:
         prefix = tl.load(prefix + b)
     geo = (context - SEQ, context, left, right, prefix)
-    terms = (mask, stride_ms, stride_mk, bias, stride_bs, stride_bk, slopes, cap, SEQ)
+    terms = (mask, None, bias, None, slopes, cap)
     at = b * stride_qb + row.to(tl.int64) * stride_qs + head.to(tl.int64) * stride_qh
     qt = _load(q, at, live, D, DP, 0)
     if D2:
@@ -349,7 +361,10 @@ def _split_kernel(
         if D2:
             kt = _load(k, k_at, inside, D, D2, DP)
             s = tl.dot(qt2, kt.T, s, input_precision=PRECISION, out_dtype=ACC)
-        s, _ = shape_logits(s, row[:, None], col, geo, terms, scale, True)  # col[None, :] would cost registers, and spill
+        # col[None, :] would cost registers, and spill
+        shown = _term(mask, stride_ms, stride_mk, row, col, SEQ, context)
+        more = _term(bias, stride_bs, stride_bk, row, col, SEQ, context)
+        s, _ = shape_logits(s, row[:, None], col, geo, terms, (shown, more), scale, True)
         if PAGE:
             if ALIGNED:
                 s = tl.where(known, s, float("nan"))

@@ -144,13 +144,13 @@ SPEC = Spec(
     stages=(
         Stage("moe_logits", ("x", "weight"), ("partial",), _gemm_flops),
         Stage("moe_choice", ("partial", "bias", "correction_bias"), ("weights", "indices", "logits", *_INDEX), _choice_flops,
-              when=lambda s, a: s.get("alone", 2) <= 1),
+              when=lambda s: s.get("alone", 2) <= 1),
         Stage("moe_choice", ("partial", "bias", "correction_bias", "indices"), ("weights", "indices", "logits", *_INDEX),
-              _choice_flops, when=lambda s, a: s.get("alone", 0) > 1),  # reads again what it chose for its first tiles
+              _choice_flops, when=lambda s: s.get("alone", 0) > 1),  # reads again what it chose for its first tiles
         Stage("moe_choice", ("partial", "bias", "correction_bias"), ("weights", "indices", "logits", "counts"), _choice_flops,
-              when=lambda s, a: "token_tiles" in s and "splits" in s),
+              when=lambda s: "token_tiles" in s and "splits" in s),
         Stage("moe_route", ("x", "weight", "bias", "correction_bias"), ("weights", "indices", "logits", "counts"),
-              lambda s, a: _gemm_flops(s, a) + _choice_flops(s, a), when=lambda s, a: "splits" not in s),
+              lambda s, a: _gemm_flops(s, a) + _choice_flops(s, a), when=lambda s: "splits" not in s),
         Stage("moe_index", ("indices", "counts"), _INDEX, lambda s, a: s["rows"], beside="counts"),
     ),
 )  # fmt: skip

@@ -61,7 +61,7 @@ def _inline(args: Args) -> bool:
 def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
     parts = _weight_config(sizes, _wide(args), target_of(args["x"].device))[3]
     columns = args["need_weight"] * sizes["hidden"] + args["need_bias"]
-    return {"columns": columns, **({"parts": parts} if parts > 1 and columns else {})}
+    return {"columns": columns, "inline": int(_inline(args)), **({"parts": parts} if parts > 1 and columns else {})}
 
 
 def _own_flops(s: Sizes, a: Args) -> int:
@@ -96,13 +96,13 @@ SPEC = Spec(
     derive=_axes,
     stages=(
         Stage("moe_route_grad_input", ("logits", "indices", "grad_weights", "grad_logits", "weight"), ("grad_x", "d_logits"),
-              lambda s, a: _own_flops(s, a) + (_gemm_flops(s, a) if a["need_x"] else 0), when=lambda s, a: _inline(a)),
+              lambda s, a: _own_flops(s, a) + (_gemm_flops(s, a) if a["need_x"] else 0), when=lambda s: s["inline"] == 1),
         Stage("moe_route_grad_logits", ("logits", "indices", "grad_weights", "grad_logits"), ("d_logits",), _own_flops,
-              when=lambda s, a: not _inline(a)),
-        Stage("grad_input", ("d_logits", "weight"), ("grad_x",), _gemm_flops, when=lambda s, a: not _inline(a)),
-        Stage("moe_route_grad_weight", ("d_logits", "x"), ("partial",), _gemm_flops, when=lambda s, a: "parts" in s),
+              when=lambda s: s["inline"] == 0),
+        Stage("grad_input", ("d_logits", "weight"), ("grad_x",), _gemm_flops, when=lambda s: s["inline"] == 0),
+        Stage("moe_route_grad_weight", ("d_logits", "x"), ("partial",), _gemm_flops, when=lambda s: "parts" in s),
         Stage("moe_route_grad_weight", ("d_logits", "x"), ("grad_weight", "grad_bias"), _gemm_flops,
-              when=lambda s, a: "parts" not in s),
+              when=lambda s: "parts" not in s),
         Stage("sum_rows", ("partial",), ("grad_weight", "grad_bias"), lambda s, a: s["parts"] * s["experts"] * s["columns"]),
     ),
 )  # fmt: skip

@@ -130,6 +130,12 @@ def test_values(case: Case):
     check(case, 0)
 
 
+@pytest.mark.parametrize("case", [QUICK[0], QUICK[3], QUICK[10]], ids=str)
+def test_values_with_dp_in_two_products(case: Case, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(attention_hopper_backward.PARTS, case.head_dim, case.head_dim // 2)
+    check(case, 0)
+
+
 NEEDS = [
     pytest.param(case, need, marks=() if quick else pytest.mark.slow, id=f"{case}-{''.join(map(str, map(int, need)))}")
     for case in (

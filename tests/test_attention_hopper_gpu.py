@@ -115,7 +115,7 @@ def test_equal_bits_over_a_hundred_runs(case: Case):
 
 
 @cases([Case(**SIZE, dtype=BF16, causal=True), Case(**SIZE, dtype=BF16, layout="packed", causal=True, sinks=True),
-        Case(**SIZE, dtype=BF16, seqused=True, batch=4, forward=True)])  # fmt: skip
+        Case(**SIZE, dtype=BF16, seqused=True, batch=4, forward=True), Case(**SIZE, dtype=BF16, block_map="full")])  # fmt: skip
 def test_no_sync_and_a_side_stream(case: Case):
     x = on_gpu(case.inputs())
     run = lambda y: fusedblock.attention(y.q, y.k, y.v, **y.keywords(), return_lse=True)
@@ -134,7 +134,8 @@ def test_no_sync_and_a_side_stream(case: Case):
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["table kept", "table of its own"])
-@cases([Case(**SIZE, dtype=BF16, causal=True), Case(**SIZE, dtype=BF16, layout="packed", causal=True)])
+@cases([Case(**SIZE, dtype=BF16, causal=True), Case(**SIZE, dtype=BF16, layout="packed", causal=True),
+        Case(**SIZE, dtype=BF16, block_map="heads")])  # fmt: skip
 def test_cuda_graph(case: Case, known: bool, monkeypatch: pytest.MonkeyPatch):
     """Captured, then replayed on other numbers after eager calls of many other shapes; held to the formula."""
     x, other = on_gpu(case.inputs()), on_gpu(case.inputs(1))
@@ -162,6 +163,8 @@ def test_cuda_graph(case: Case, known: bool, monkeypatch: pytest.MonkeyPatch):
             fusedblock.attention(small, small, small, causal=True)
         for t, value in zip((*leaves, x.grad), (other.q, other.k, other.v, other.grad)):
             t.copy_(value)
+        if case.block_map:
+            keywords["block_map"].copy_(other.options["block_map"])
     _hopper_schedule._tables.clear()
     filler = torch.full((64, 2**20), 7, dtype=torch.int32, device="cuda")  # over whatever was freed
     for _ in range(2):
@@ -188,7 +191,7 @@ def test_a_table_that_is_kept_is_not_of_a_graphs_pool():
     assert pool(table) == (0, 0) != pool(inside)
 
 
-@pytest.mark.parametrize("where", ["batched", "packed"])
+@pytest.mark.parametrize("where", ["batched", "packed", "block map"])
 def test_both_skeletons_agree_on_a_long_context(where: str):
     """What each computes is far closer to the other than either needs to be: 4096 keys, both directions mixed."""
     g = torch.Generator("cuda").manual_seed(0)
@@ -198,6 +201,9 @@ def test_both_skeletons_agree_on_a_long_context(where: str):
         cu = torch.tensor([0, 1000, 1001, 3700, 4096], dtype=torch.int32, device="cuda")
         options |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
         q, k, v, grad = (t[0] for t in (q, k, v, grad))
+    if where == "block map":  # from no keys to all
+        share = torch.linspace(0, 1, 32, device="cuda")[:, None]
+        options["block_map"] = torch.rand(1, 8, 32, 32, generator=g, device="cuda") < share
     found = []
     for ahead, behind in (("hopper", "hopper"), ("hopper", "portable"), ("portable", "hopper"), ("portable", "portable")):
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]

@@ -90,6 +90,28 @@ def test_values(packed: Packed):
     check(packed, 0)
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("packed", [*CASES[:4], *slow(CASES[4:])], ids=str)
+def test_values_with_the_first_product_ahead(packed: Packed, seed: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(attention_hopper, "AHEAD", True)
+    check(packed, seed)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_values_where_the_table_has_gaps(ahead: bool, monkeypatch: pytest.MonkeyPatch):
+    packed = Packed(replace(ONE, heads=3, kv_heads=3), (300, 0, 1, 128), (300, 0, 1, 128))
+    q, k, v = packed.inputs()
+    tables = []
+    order = attention_hopper.order
+    monkeypatch.setattr(attention_hopper, "AHEAD", ahead)
+    monkeypatch.setattr(attention_hopper, "order", lambda *args: tables.append(args[5]) or order(*args))
+    with interpret(replace(FEW, l2_bytes=1)):  # which holds no two heads: one comes after the other
+        out, lse = launch(packed, q, k, v, bounds(list(packed.queries)), bounds(list(packed.keys)))
+    entries = tables[0][..., 0]
+    assert ((entries[1:] >= 0) & (entries[:-1] < 0)).any()
+    compare(packed.case, out, lse, *packed.formula(q, k, v))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 6))
 @pytest.mark.parametrize("packed", CASES, ids=str)
@@ -116,7 +138,7 @@ def test_keys_in_use():
     for b, n in enumerate(used):
         for t in (k, v):
             t[b, n:] = float("nan")
-    assert attention_hopper.unfit(FEW, q.dtype, 64, 64) == attention_hopper.unfit_rows(q, k, v) == ""
+    assert attention_hopper.unfit(FEW, q.dtype, 64, 64) == _hopper_schedule.unfit_rows(q, k, v) == ""
     with interpret(FEW, seed=1):
         out, lse = attention_hopper.launch(
             q, k, v, None, *case.bounds, case.head_dim**-0.5, case.softcap, seqused_k=ints(used)
@@ -135,10 +157,10 @@ def test_refusal_of_keys_in_use():
     odd = torch.empty(70 * 600 + 8 + 600 * 70).as_strided((2, 70, 2, 64), (70 * 600 + 8, 600, 64, 1)).to(BF16)
     odd = odd.new_empty(2 * (70 * 600 + 8)).as_strided(odd.shape, (70 * 600 + 8, 600, 64, 1))
     assert attention_hopper.unfit(HOPPER, q.dtype, 64, 64) == ""
-    message = attention_hopper.unfit_rows(odd, k, v)
+    message = _hopper_schedule.unfit_rows(odd, k, v)
     assert message == f"q has strides {odd.stride()} with seqused_k, which are not those of one sequence after the other"
     cache = torch.empty(2, 300, 1, 64, dtype=BF16)[:, :200]
-    message = attention_hopper.unfit_rows(q.contiguous(), k, cache)
+    message = _hopper_schedule.unfit_rows(q.contiguous(), k, cache)
     apart = "their sequences are not equally far apart"
     assert message == f"k has strides {k.stride()} with seqused_k and v {cache.stride()}: {apart}"
 
@@ -146,7 +168,7 @@ def test_refusal_of_keys_in_use():
 def test_keys_in_use_of_one_sequence():
     case = Case(70, 200)
     q, k, v = case.inputs()
-    assert attention_hopper.unfit(FEW, q.dtype, 64, 64) == attention_hopper.unfit_rows(q, k, v) == ""
+    assert attention_hopper.unfit(FEW, q.dtype, 64, 64) == _hopper_schedule.unfit_rows(q, k, v) == ""
     with interpret(FEW, seed=1):
         found = attention_hopper.launch(q, k, v, None, *case.bounds, 0.125, seqused_k=ints([130]))
     compare(case, *found, *formula(replace(case, context=130), q, k[:, :130], v[:, :130]))
@@ -223,8 +245,14 @@ AOT_CASES = [
 ]
 
 
-@pytest.mark.parametrize("case, spills", [*map(later, AOT_CASES)], ids=str)
-def test_machine_code(case: Case, spills: int):
+AHEAD_CASES = [*AOT_CASES[:2], (AOT_CASES[5][0], 32)]
+
+
+@pytest.mark.parametrize("case, spills, ahead", [
+    *(later((*found, False)) for found in AOT_CASES), *(later((*found, True)) for found in AHEAD_CASES)
+], ids=str)  # fmt: skip
+def test_machine_code(case: Case, spills: int, ahead: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(attention_hopper, "AHEAD", ahead)
     case = replace(case, heads=32, kv_heads=8)
     cu = torch.empty(17, dtype=torch.int32, device="meta")
     with aot.compile_only(HOPPER) as kernels:

@@ -43,6 +43,7 @@ SHAPE = {"target": H200, "dtype": BF16, "head_dim": 128, "v_dim": 128, "queries"
     ({"options": frozenset({"deterministic"}), "backward": True}, "deterministic"),
     *(({"options": frozenset({name})}, f"{name} is given") for name in _attention_skeleton._REFUSED),
     ({"options": frozenset({"seqused_k"}), "backward": True}, "seqused_k is given"),
+    ({"options": frozenset({"block_map", "seqused_k"})}, "block_map is given with seqused_k"),
     ({"head_dim": 192, "backward": True}, ""), ({"rows": "q is crooked"}, "q is crooked"),
     ({"queries": 0}, "nothing to attend"), ({"keys": 0}, "nothing to attend"), ({"keys": 511}, "511 keys a sequence"),
     ({"keys": 512}, ""), ({"head_dim": 64, "v_dim": 64, "keys": 512}, "512 keys a sequence"),

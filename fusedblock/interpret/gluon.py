@@ -299,6 +299,7 @@ _ASSEMBLY: list[tuple[str, Callable[..., Any]]] = [
     (r"bar\.sync \$1, (\d+);", lambda found, barrier: _named_barrier(True)(barrier, int(found[1]))),
     (r"bar\.arrive \$1, (\d+);", lambda found, barrier: _named_barrier(False)(barrier, int(found[1]))),
     (r"red\.relaxed\.gpu\.global\.add\.v4\.f32 ", lambda found, pointers, values: _add_four(pointers, values)),
+    (r"{ \.reg \.pred p; .* @p st\.shared", lambda found, x: None),  # _gluon.hold: the model's order is the program's
     (r"ex2\.approx(?:\.ftz)?\.f32 \$0, \$1;", lambda found, x: tl.exp2(x)),
     (r"rcp\.approx\.ftz\.f32 \$0, \$1;", lambda found, x: 1.0 / x),
     (r"{ \.reg \.f32 y; neg\.f32 y, \$1; fma\.rn\.sat\.f32 \$0, y, \$1, 0f3F800000; }", lambda found, x: _saturated(1.0 - x * x)),
