@@ -27,7 +27,7 @@ MODELS = {
 }  # fmt: skip
 TOKENS = (16, 32, 64, 512, 2048, 16384)  # each way to launch, each tile
 # Other targets spill a few bytes in the program that does all for 64 tokens, and where 99 KB of shared memory shorten the ring.
-SPILLS = {"sm_80": 16, "sm_86": 28, "sm_90": 0, "sm_100": 32, "gfx942": 0}
+SPILLS = {"sm_80": 16, "sm_86": 28, "sm_90": 0, "sm_100": 56, "gfx942": 0}
 
 
 def meta(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -69,6 +69,8 @@ def rows(quick: bool) -> list[Any]:
 
 def check(target: str, dtype: torch.dtype, model: str) -> None:
     most = aot.spills(SPILLS[target])
+    if target == "gfx942" and dtype is torch.float16:
+        most = aot.spills(468)  # three products of bf16 for one of fp32 and fp16
     if dtype is torch.float32 and target != "sm_90":
         most = 1 << 30  # multiply-adds in registers; nobody's training
     for tokens in TOKENS:
