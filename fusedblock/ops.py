@@ -24,6 +24,8 @@ from fusedblock.kernels import attention as _attention
 from fusedblock.kernels import decode_attention as _decode_attention
 from fusedblock.kernels import gated_mlp as _gated_mlp
 from fusedblock.kernels import linear as _linear
+from fusedblock.kernels import moe_index as _moe_index
+from fusedblock.kernels import moe_route as _moe_route
 from fusedblock.kernels import norm as _norm
 from fusedblock.kernels import plain_mlp as _plain_mlp
 from fusedblock.kernels import qkv_rope as _qkv_rope
@@ -35,6 +37,7 @@ from fusedblock.kernels._attention_skeleton import Skeleton, skeleton
 from fusedblock.kernels._launch import replays, runs_kernels
 from fusedblock.kernels._math import plain_activate
 from fusedblock.kernels._replay import Fixed, replayed
+from fusedblock.kernels._router import RouterSpec
 from fusedblock.kernels._spec import Cost, Op, ShapeError
 from fusedblock.kernels._target import Target, override, target_of
 from fusedblock.kernels.decode_attention import Problem as DecodeProblem
@@ -44,10 +47,11 @@ from fusedblock.kernels.static_cache import store as store_slots
 from fusedblock.options import current, under
 
 __all__ = [
-    "COSTS", "OPS", "Choice", "Composite", "DecodeProblem", "Fixed", "ShapeError", "Skeleton", "Target", "attention_args",
-    "call_attention", "choose", "batch_invariant", "decode_launches", "define", "define_composite", "deterministic", "direct",
-    "dispatched", "empty", "fits_slots", "gated_mlp", "layer_norm", "linear", "normalise_mask", "plain_activate", "plain_mlp",
-    "refuse_gradients", "qkv_rope", "rms_norm", "rope", "skeleton", "store_slots", "target_of", "wants_grad",
+    "COSTS", "OPS", "Choice", "Composite", "DecodeProblem", "Fixed", "RouterSpec", "ShapeError", "Skeleton", "Target",
+    "attention_args", "call_attention", "choose", "batch_invariant", "decode_launches", "define", "define_composite",
+    "deterministic", "direct", "dispatched", "empty", "fits_slots", "gated_mlp", "layer_norm", "linear", "moe_index",
+    "moe_route", "normalise_mask", "plain_activate", "plain_mlp", "refuse_gradients", "qkv_rope", "rms_norm", "rope", "skeleton",
+    "store_slots", "target_of", "wants_grad",
 ]  # fmt: skip
 
 
@@ -141,6 +145,7 @@ def _autograd(op: Op, names: list[str], results: list[str], backward: Any) -> No
     """Wire autograd by names: what the backward takes is saved, what it returns goes to the inputs of those names."""
     assert op.backward is not None
     takes, gives = list(_signature(op.backward.launch).parameters), list(op.backward.spec.writes)
+    optional = op.backward.spec.optional
     differentiable = [r for r in results if f"grad_{r}" in takes]
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -168,7 +173,7 @@ def _autograd(op: Op, names: list[str], results: list[str], backward: Any) -> No
         need = dict(zip(names, ctx.needs_input_grad))
         given = dict(zip(results, grads))
         for r, (shape, dtype, device) in zip(differentiable, ctx.like):
-            if given[r] is None:
+            if given[r] is None and f"grad_{r}" not in optional:
                 given[r] = torch.zeros(shape, dtype=dtype, device=device)
         known = {**dict(zip(ctx.tensors, ctx.saved_tensors)), **ctx.others}
         known.update({f"grad_{r}": g for r, g in given.items()})
@@ -311,6 +316,8 @@ _gated_mlp_op = _register(_gated_mlp.OP)
 _plain_mlp_op = _register(_plain_mlp.OP)
 _attention_op = _register(_attention.OP)
 _decode_attention_op = _register(_decode_attention.OP)
+_moe_route_op = _register(_moe_route.OP)
+_moe_index_op = _register(_moe_index.OP)
 
 
 def wants_grad(*tensors: Tensor | None) -> bool:
@@ -444,6 +451,21 @@ def plain_mlp(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activati
     """
     out, _ = _plain_mlp_op(_rows("plain_mlp", "x", x), weight, bias, activation, wants_grad(x, weight, bias))
     return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def moe_route(x: Tensor, weight: Tensor, spec: RouterSpec, bias: Tensor | None = None, correction_bias: Tensor | None = None, *,
+              tile_rows: int) -> tuple[Tensor, ...]:  # fmt: skip
+    """A router's weights and indices `tokens top_k`, logits `tokens experts`, and the index that moe_experts reads: order,
+    inverse, offsets and tiles of tile_rows rows. x `tokens hidden`, weight `experts hidden`. See kernels/moe_route.py."""
+    for name, t, given in (("bias", bias, spec.bias), ("correction_bias", correction_bias, spec.correction_bias)):
+        if (t is not None) != given:
+            raise ValueError(f"moe_route: {name} is {'None' if t is None else 'a tensor'}, but the router has {name}={given}")
+    return _moe_route_op(x, weight, bias, correction_bias, *spec.numbers(x.dtype), tile_rows)
+
+
+def moe_index(indices: Tensor, experts: int, tile_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """order, inverse, offsets and tiles of given choices `tokens top_k`. See kernels/moe_index.py."""
+    return _moe_index_op(indices, experts, tile_rows)
 
 
 def attention_args(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None = None, bias: Tensor | None = None,

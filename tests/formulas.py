@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from einops import einsum, repeat
+from moe_formula import moe_index, moe_route
 from torch import Tensor
 
 Args = dict[str, Any]
@@ -114,5 +115,5 @@ def _attention(a: Args) -> dict[str, Tensor]:
 
 FORMULAS: dict[str, Callable[[Args], dict[str, Tensor]]] = {
     "norm": _norm, "linear": _linear, "qkv_rope": _qkv_rope, "rope": _rope, "gated_mlp": _gated_mlp, "plain_mlp": _plain_mlp,
-    "attention": _attention, "decode_attention": _attention,
+    "attention": _attention, "decode_attention": _attention, "moe_route": moe_route, "moe_index": moe_index,
 }  # fmt: skip

@@ -22,6 +22,7 @@ from op_cases import (
     call,
     differentiable,
     formula,
+    index_case,
     layer_norm_case,
     linear_case,
     mlp_case,
@@ -30,6 +31,7 @@ from op_cases import (
     plain_mlp_case,
     qkv_case,
     rope_case,
+    route_case,
     to,
     with_gradients,
 )
@@ -109,10 +111,14 @@ FORWARD_AND_BACKWARD = (
     qkv_case(2, 3, 72, 80, 1, 1, part=0.4, layout="stacked"), rope_case(2, 19, 64, 1, 3, tables="each"),
     rope_case(1, 300, 80, 1, 2, part=0.4, heads_first=True),
     rope_case(2, 19, 128, 3, 1, tables="repeat", interleaved=True),
+    route_case(1, 72, 8, 2, "softmax", "renormalise"), route_case(60, 136, 128, 3, "softmax_chosen", "bias"),
+    route_case(40, 136, 256, 4, "sigmoid", "correction_bias renormalise wide", groups=(8, 4, "top2"), eps=1e-20, scale=2.5),
+    route_case(300, 136, 160, 3, "softmax", "wide", groups=(8, 3, "max")), route_case(1100, 136, 60, 2, "softmax", "renormalise"),
+    route_case(1100, 136, 136, 2, "sigmoid", "correction_bias renormalise wide", groups=(8, 4, "top2"), eps=1e-20),
 )  # fmt: skip
 FORWARD = (
     linear_case(300, 136, 264, "residual norm_weight"), qkv_case(2, 70, 136, 64, 1, 3, bias=True, normed=True),
-    mlp_case(150, 136, 264, "silu", normed=True, save=False),
+    mlp_case(150, 136, 264, "silu", normed=True, save=False), index_case(60, 8, 128), index_case(5000, 4, 60, 64),
 )  # fmt: skip
 # bf16 alone: further rows of the tables and head sizes.
 FURTHER = (

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from einops import einsum, repeat
 from formulas import FORMULAS, Args
+from moe_formula import choice_of, choose
 from torch import Tensor
 
 from fusedblock.interpret import Launch, interpret
@@ -237,6 +238,46 @@ def attention_case(batch: int, seq: int, context: int, kv_heads: int, group: int
     return Case(op, name + "-causal" * causal + "-shaped" * shaped, make)
 
 
+def route_case(tokens: int, hidden: int, experts: int, top_k: int, scoring: str = "softmax", given: str = "", *,
+               groups: tuple[int, int, str] = (1, 1, "max"), eps: float = 0.0, scale: float = 1.0,
+               tile_rows: int = 16) -> Case:  # fmt: skip
+    """given: "bias", "correction_bias", "renormalise", and "wide" for logits and weights of fp32. groups: their number, of how
+    many experts are chosen, and what a group scores. No token's choice turns on what half precision cannot tell apart."""
+    words = given.split()
+
+    def make(dtype: torch.dtype, g: torch.Generator) -> Args:
+        out = accumulate_dtype(dtype) if "wide" in words else dtype
+        a = {
+            "x": randn(100 + 4 * tokens, hidden, dtype=dtype, generator=g),
+            "weight": randn(experts, hidden, dtype=dtype, generator=g, scale=1.5 * hidden**-0.5),
+            "bias": randn(experts, dtype=dtype, generator=g) if "bias" in words else None,
+            "correction_bias": randn(experts, dtype=accurate(dtype), generator=g, scale=0.2) if "correction" in given else None,
+            "scoring": scoring, "top_k": top_k, **dict(zip(("groups", "topk_groups", "group_score"), groups)),
+            "renormalise": "renormalise" in words, "eps": eps, "scale": scale, "logits_dtype": out, "weights_dtype": out,
+            "tile_rows": tile_rows,
+        }  # fmt: skip
+        logits = a["x"].double() @ a["weight"].double().t() + (0 if a["bias"] is None else a["bias"].double())
+        steady = torch.arange(len(logits))
+        calm = choose(choice_of(logits, scoring, a["correction_bias"])[1], a)
+        for _ in range(20):
+            disturbed = logits[steady] + 0.08 * (torch.rand(len(steady), experts, generator=g, dtype=torch.float64) - 0.5)
+            found = choose(choice_of(disturbed, scoring, a["correction_bias"])[1], a)
+            steady = steady[(found == calm[steady]).all(1)]
+        assert len(steady) >= tokens
+        return {**a, "x": a["x"][steady][:tokens].contiguous()}
+
+    name = f"moe_route-{tokens}x{hidden}-{top_k}of{experts}-{scoring}" + "-" * bool(given) + given.replace(" ", "+")
+    return Case("moe_route", name + f"-{groups[1]}of{groups[0]}{groups[2]}" * (groups[0] > 1), make)
+
+
+def index_case(tokens: int, top_k: int, experts: int, tile_rows: int = 16, dtype: torch.dtype = torch.int64) -> Case:
+    def make(_: torch.dtype, g: torch.Generator) -> Args:
+        indices = torch.rand(tokens, experts, generator=g).argsort(1)[:, :top_k].to(dtype)
+        return {"indices": indices, "experts": experts, "tile_rows": tile_rows}
+
+    return Case("moe_index", f"moe_index-{tokens}-{top_k}of{experts}-{str(dtype).removeprefix('torch.')}", make)
+
+
 def sums_of_squares(x: Tensor, g: torch.Generator) -> Tensor:
     """Partial sums of squares in three tiles, not those of x itself: a kernel that recomputed them would be found out."""
     dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
@@ -268,6 +309,8 @@ SMALL = (
     layer_norm_case(5, 24, "bias residual"),
     layer_norm_case(3, 40, mean=3.0),
     norm_case(3, 40, 1.0, False, given="residual wide"),
+    route_case(5, 24, 6, 2, "softmax", "bias", scale=1.5),
+    route_case(19, 40, 12, 3, "sigmoid", "correction_bias renormalise wide", groups=(4, 2, "top2"), eps=1e-20, scale=2.5),
 )
 # Those whose arguments have no gradients.
 FORWARD_ONLY = (
@@ -278,6 +321,8 @@ FORWARD_ONLY = (
     attention_case(2, 2, 150, 1, 4, 24, True, "decode_attention", shaped=True),
     plain_mlp_case(19, 40, 24, "relu", "bias columns", save=False),
     layer_norm_case(3, 40, "bias accurate", save=False),
+    index_case(19, 3, 12),
+    index_case(150, 2, 5, dtype=torch.int32),
 )
 
 
@@ -358,7 +403,7 @@ def error(got: Tensor, want: Tensor) -> float:
     """Relative error in the 2-norm."""
     assert got.shape == want.shape
     difference = torch.linalg.vector_norm(got.double() - want)
-    return float(difference / torch.linalg.vector_norm(want)) if difference else 0.0
+    return float(difference / torch.linalg.vector_norm(want.double())) if difference else 0.0
 
 
 def assert_accurate(got: Results, want: Results, plain: Results, dtype: torch.dtype) -> None:

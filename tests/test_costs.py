@@ -13,6 +13,7 @@ from op_cases import (
     SMALL,
     backward_arguments,
     differentiable,
+    index_case,
     layer_norm_case,
     linear_case,
     mlp_case,
@@ -20,6 +21,7 @@ from op_cases import (
     plain_mlp_case,
     qkv_case,
     rope_case,
+    route_case,
     to,
 )
 
@@ -43,10 +45,14 @@ RAGGED = (
     mlp_case(150, 136, 264, bias=True),
     linear_case(150, 136, 264, "bias residual wide columns", 0.5),
     plain_mlp_case(150, 73, 264, "gelu", "bias columns"),
+    route_case(60, 73, 270, 2),  # each way to launch it
+    route_case(150, 73, 20, 3, "softmax_chosen", "bias wide"),
+    route_case(1100, 40, 12, 2, "sigmoid", "correction_bias"),
+    index_case(900, 3, 20),
 )
 
 # With several gradients each, none of them a passthrough alone.
-SEVERAL = [*{case.op: case for case in reversed(SMALL) if case.op not in ("attention", "rope")}.values()]
+SEVERAL = [*{case.op: case for case in reversed(SMALL) if case.op not in ("attention", "rope", "moe_route")}.values()]
 SEVERAL += [qkv_case(1, 5, 24, 16, 1, 2, norm="late")]
 SEVERAL += [layer_norm_case(5, 24, "bias"), linear_case(5, 24, 40, "bias wide residual", 0.5)]
 
@@ -75,7 +81,7 @@ def test_bytes_of_the_forward(case, target):
 
 
 @pytest.mark.parametrize("target", PATHS)
-@pytest.mark.parametrize("case", [*SMALL, *RAGGED[2:3], *RAGGED[7:9], *RAGGED[-2:]], ids=lambda c: c.id)
+@pytest.mark.parametrize("case", [*SMALL, *RAGGED[2:3], *RAGGED[7:9], *RAGGED[11:-1]], ids=lambda c: c.id)
 def test_bytes_of_the_backward(case, target):
     args = backward_arguments(case.op, case.arguments(BF16))
     backward = OPS[case.op].backward.spec.name

@@ -450,7 +450,7 @@ def test_results_are_new_memory(case):
         assert interpreted is False or len({*made}) == len(made)
 
 
-@pytest.mark.parametrize("case", OWN, ids=lambda c: c.id)
+@pytest.mark.parametrize("case", [c for c in OWN if c.op != "moe_route"], ids=lambda c: c.id)  # which has a test of its own
 def test_nan_in_one_row_stays_in_it(case):
     """Rows are independent: a NaN (or what padding holds) touches no other."""
     args = case.arguments(torch.float32)

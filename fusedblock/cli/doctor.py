@@ -25,6 +25,7 @@ import fusedblock
 from fusedblock.kernels import _gluon, _hopper_check, _lang
 from fusedblock.kernels._target import Target, target_of
 from fusedblock.metering.device import describe, versions
+from fusedblock.ops import RouterSpec, moe_index, moe_route
 from fusedblock.options import from_environment
 
 from . import checkpoints
@@ -192,6 +193,13 @@ def _cases() -> dict[str, tuple[Callable[..., Tensor], Shapes]]:
         assert isinstance(out, Tensor)
         return out.flatten(2)
 
+    def route(x: Tensor, weight: Tensor) -> Tensor:
+        """All experts are chosen: in what order, half precision may not tell, but for the rows of each."""
+        spec = RouterSpec(12, scoring="sigmoid", renormalise=True)
+        weights, indices, logits, *_ = moe_route(x.flatten(0, 1), weight, spec, tile_rows=16)
+        _, _, offsets, _ = moe_index(indices, 12, 16)
+        return torch.cat((weights.sort(-1).values, logits, (offsets / offsets.numel()).expand(len(logits), -1)), -1)
+
     x, kv = (2, 19, 96), (2, 45, 2, 32)
     qkv_weights = {"q": (128, 96), "k": (64, 96), "v": (64, 96)}
     return {
@@ -206,6 +214,7 @@ def _cases() -> dict[str, tuple[Callable[..., Tensor], Shapes]]:
                    {"x": x, "w": (80, 96), "b": (80,), "r": (2, 19, 80)}),
         "gated_mlp": (fusedblock.gated_mlp, {"x": x, "gate_weight": (80, 96), "up_weight": (80, 96)}),
         "plain_mlp": (lambda x, w, b: fusedblock.plain_mlp(x, w, b, activation="gelu"), {"x": x, "w": (80, 96), "b": (80,)}),
+        "moe_route": (route, {"x": x, "weight": (12, 96)}),
     }  # fmt: skip
 
 

@@ -1,0 +1,186 @@
+"""The token-to-expert index: which rows of the experts' GEMMs belong to whom, made on the device from each token's choices.
+
+A slot is (token, j), j < top_k, numbered token * top_k + j. The rows are the slots sorted by expert, stable in their number.
+
+    order    rows             slot of row r; undefined from offsets[experts] on
+    inverse  tokens top_k     row of a slot, -1 where its index is no expert's
+    offsets  experts + 1      first row of each expert, and the end of the last
+    tiles    max_tiles 4      of each M tile: expert, first row, end row, number of tiles (0, 0, 0, number past the last)
+
+Every program of `index_kernel` reads the counts of all token tiles and sums those before its own: no scan launch, no atomics,
+and equal bits from run to run. The host reads nothing: grids over tiles take the upper bound `max_tiles`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._lang import cdiv, next_power_of_2, tl, triton
+from ._launch import launch as _launch
+from ._spec import ShapeError
+from ._target import Target
+
+MAX_EXPERTS = 1024  # a program holds a row of all experts
+
+
+def max_tiles(rows: int, experts: int, tile_rows: int) -> int:
+    """The most M tiles that `rows` rows of `experts` experts can need, whatever their distribution."""
+    return rows // tile_rows + min(experts, rows)
+
+
+def index_axes(op: str, tokens: int, top_k: int, experts: int, tile_rows: int) -> dict[str, int]:
+    """The index's axes, after checks of the numbers."""
+    if not 1 <= experts <= MAX_EXPERTS:
+        raise ShapeError(f"{op}: experts={experts}, expected 1 to {MAX_EXPERTS}")
+    if tile_rows < 1:
+        raise ValueError(f"{op}: tile_rows={tile_rows}, expected at least 1")
+    rows = tokens * top_k
+    if rows >= 2**31:
+        raise ShapeError(f"{op}: tokens={tokens} times top_k={top_k} is {rows}, expected less than 2**31")
+    return {"rows": rows, "experts+1": experts + 1, "max_tiles": max_tiles(rows, experts, tile_rows), "4": 4}
+
+
+def index_reference(indices: Tensor, experts: int, tile_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """order, inverse, offsets and tiles of indices `tokens top_k`; no value of theirs decides a shape."""
+    expert = indices.flatten().long()
+    rows, device = expert.numel(), indices.device
+    valid = (expert >= 0) & (expert < experts)
+    expert = torch.where(valid, expert, experts)
+    order = torch.argsort(expert, stable=True)
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(rows, device=device))
+    counts = torch.zeros(experts + 1, dtype=torch.int64, device=device).scatter_add_(0, expert, torch.ones_like(expert))
+    offsets = torch.cat((counts.new_zeros(1), counts[:experts].cumsum(0)))
+    tiles_of = (counts[:experts] + tile_rows - 1) // tile_rows
+    end = tiles_of.cumsum(0)
+    number = end[-1]
+    tile = torch.arange(max_tiles(rows, experts, tile_rows), device=device)
+    owner = torch.searchsorted(end, tile, right=True).clamp(max=experts - 1)
+    first = offsets[owner] + (tile - (end - tiles_of)[owner]) * tile_rows
+    last = torch.minimum(first + tile_rows, offsets[owner + 1])
+    table = torch.where((tile < number)[:, None], torch.stack((owner, first, last), 1), 0)
+    tiles = torch.cat((table, number.expand(len(tile), 1)), 1)
+    inverse = torch.where(valid, inverse, -1).view(indices.shape)
+    return order.int(), inverse.int(), offsets.int(), tiles.int()
+
+
+def index_block(experts: int) -> int:
+    """Experts as the kernels hold them: a power of two, of 16 at least (a dot's smallest side)."""
+    return max(16, next_power_of_2(experts))
+
+
+def warps_for(block_tokens: int, experts: int) -> int:
+    """Warps of a program that holds several matrices [block_tokens, experts]."""
+    return max(4, min(16, block_tokens * index_block(experts) // 512))
+
+
+@triton.jit
+def slot_of(values, j, KP: tl.constexpr):
+    """Column j of [tokens, KP]."""
+    return tl.sum(tl.where((tl.arange(0, KP) == j)[None, :], values, 0), 1)
+
+
+@triton.jit
+def place(chosen, selected, before, total, token, live, order, inverse, E, K, KP: tl.constexpr, EP: tl.constexpr):
+    """Write order and inverse of one token tile. chosen [tokens, KP]: experts; selected [tokens, EP]: how often each is among
+    them; before, total [EP]: rows of each expert in earlier tiles, and in all."""
+    expert = tl.arange(0, EP)
+    start = tl.cumsum(total, 0) - total
+    at = (start + before)[None, :] + tl.cumsum(selected, 0) - selected
+    for j in range(K):
+        e = slot_of(chosen, j, KP)
+        hit = expert[None, :] == e[:, None]
+        row = tl.sum(tl.where(hit, at, 0), 1)
+        at += hit.to(tl.int32)  # the next row, should a token name an expert twice
+        valid = (e >= 0) & (e < E)
+        slot = token * K + j
+        tl.store(inverse + slot, tl.where(valid, row, -1), live)
+        tl.store(order + row, slot, live & valid)
+
+
+@triton.jit
+def tabulate(total, offsets, tiles, program, programs, E, MAX_TILES, TILE: tl.constexpr, EP: tl.constexpr):
+    """Write this program's share of offsets and tiles. total [EP]: rows of each expert."""
+    expert = tl.arange(0, EP)
+    start = tl.cumsum(total, 0) - total
+    count = (total + TILE - 1) // TILE
+    first = tl.cumsum(count, 0) - count
+    number = tl.sum(count, 0)
+    if program == 0:
+        tl.store(offsets + expert, start, expert < E)
+        tl.store(offsets + E, tl.sum(total, 0))
+    for i in range(program, tl.max(count, 0), programs):  # the i-th tile of every expert
+        mine = i < count
+        at = tiles + (first + i) * 4
+        row = start + i * TILE
+        tl.store(at, expert, mine)
+        tl.store(at + 1, row, mine)
+        tl.store(at + 2, tl.minimum(row + TILE, start + total), mine)
+        tl.store(at + 3, number + tl.zeros_like(expert), mine)
+    for m in range(number + program * EP, MAX_TILES, programs * EP):
+        unused = m + expert < MAX_TILES
+        at = tiles + (m + expert) * 4
+        tl.store(at, tl.zeros_like(expert), unused)
+        tl.store(at + 1, tl.zeros_like(expert), unused)
+        tl.store(at + 2, tl.zeros_like(expert), unused)
+        tl.store(at + 3, number + tl.zeros_like(expert), unused)
+
+
+@triton.jit
+def load_chosen(indices, token, live, K, KP: tl.constexpr):
+    slot = tl.arange(0, KP)
+    at = indices + token[:, None].to(tl.int64) * K + slot[None, :]
+    return tl.load(at, live[:, None] & (slot < K)[None, :], other=-1).to(tl.int32)
+
+
+@triton.jit
+def count_chosen(chosen, K, KP: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr):
+    """[BT, EP]: how often each expert is among a token's choices."""
+    selected = tl.zeros([BT, EP], tl.int32)
+    for j in range(K):
+        selected += (tl.arange(0, EP)[None, :] == slot_of(chosen, j, KP)[:, None]).to(tl.int32)
+    return selected
+
+
+@triton.jit(do_not_specialize=["T", "TILES", "PER", "MAX_TILES"])
+def index_kernel(
+    indices, counts, order, inverse, offsets, tiles, T, TILES, PER, E, K, MAX_TILES,
+    KP: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Each program places PER token tiles, whose counts [TILES, E] an earlier launch left."""
+    program = tl.program_id(0)
+    expert = tl.arange(0, EP)
+    mine = program * PER
+    before = tl.zeros([EP], tl.int32)
+    total = tl.zeros([EP], tl.int32)
+    for i in range(0, TILES, ROWS):
+        row = tl.arange(0, ROWS)
+        tile = i + row
+        at = counts + tl.cast(i, tl.int64) * E + row[:, None] * E + expert[None, :]
+        n = tl.load(at, (tile < TILES)[:, None] & (expert < E)[None, :], other=0)
+        total += tl.sum(n, 0)
+        before += tl.sum(tl.where((tile < mine)[:, None], n, 0), 0)
+    for i in range(mine, tl.minimum(mine + PER, TILES)):
+        token = i * BT + tl.arange(0, BT)
+        live = token < T
+        chosen = load_chosen(indices, token, live, K, KP)
+        selected = count_chosen(chosen, K, KP, BT, EP)
+        place(chosen, selected, before, total, token, live, order, inverse, E, K, KP, EP)
+        before += tl.sum(selected, 0)
+    tabulate(total, offsets, tiles, program, tl.num_programs(0), E, MAX_TILES, TILE, EP)
+
+
+def launch_index(
+    indices: Tensor, counts: Tensor, index: tuple[Tensor, ...], experts: int, tile_rows: int, block_tokens: int, target: Target
+) -> None:
+    """Fill index, the tensors order, inverse, offsets and tiles, from indices and the counts of their token tiles."""
+    tokens, top_k = indices.shape
+    token_tiles = counts.shape[0]
+    # Every program reads all counts: a few programs an SM, or they would be read too often.
+    per = cdiv(token_tiles, 2 * target.sms)
+    _launch(
+        index_kernel, (cdiv(token_tiles, per),),
+        (indices, counts, *index, tokens, token_tiles, per, experts, top_k, index[3].shape[0]),
+        {"KP": next_power_of_2(top_k), "BT": block_tokens, "EP": index_block(experts), "TILE": tile_rows,
+         "ROWS": max(1, 2048 // index_block(experts)), "num_warps": warps_for(block_tokens, experts)},
+    )  # fmt: skip

@@ -1,0 +1,118 @@
+"""The token-to-expert index of choices made elsewhere: a model's own router, or another implementation's.
+
+    indices  tokens top_k     int32 or int64; what is outside 0 to experts - 1 belongs to no expert (expert parallelism: to none
+                              of this rank's). An expert may be named twice by a token.
+    order, inverse, offsets, tiles     int32: see _moe_index.py
+
+Reads indices once; writes rows + tokens*top_k + experts + 1 + 4*max_tiles elements. One launch for few tokens, two for many,
+with a row of counts for each tile of tokens between them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._lang import cdiv, next_power_of_2, tl, triton
+from ._launch import launch as _launch
+from ._launch import on_device
+from ._moe_index import (
+    count_chosen,
+    index_axes,
+    index_block,
+    index_reference,
+    launch_index,
+    load_chosen,
+    place,
+    tabulate,
+    warps_for,
+)
+from ._spec import Args, Op, Sizes, Spec, Stage, Write
+from ._target import target_of
+
+
+def configure(tokens: int, experts: int) -> tuple[int, bool]:
+    """(tokens of a tile, whether one program does all)."""
+    most = max(16, 8192 // index_block(experts))
+    tile = max(16, next_power_of_2(tokens))
+    return (tile, True) if tile <= min(64, most) else (min(64, most), False)
+
+
+def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
+    tokens, experts = sizes["tokens"], args["experts"]
+    found = index_axes("moe_index", tokens, sizes["top_k"], experts, args["tile_rows"])
+    block, single = configure(tokens, experts)
+    return {**found, "experts": experts} | ({} if single else {"token_tiles": cdiv(tokens, block)})
+
+
+SPEC = Spec(
+    name="moe_index",
+    reads={"indices": "tokens top_k"},
+    dtypes=(torch.int32, torch.int64),
+    writes={
+        "order": Write("rows", "int32"),
+        "inverse": Write("tokens top_k", "int32"),
+        "offsets": Write("experts+1", "int32"),
+        "tiles": Write("max_tiles 4", "int32"),
+    },
+    scratch={"counts": Write("token_tiles experts", "int32")},
+    derive=_axes,
+    stages=(
+        Stage("moe_index_counts", ("indices",), ("counts",), lambda s, a: s["rows"]),
+        Stage("moe_index", ("indices", "counts"), ("order", "inverse", "offsets", "tiles"), lambda s, a: s["rows"]),
+    ),
+)
+
+
+def reference(indices: Tensor, experts: int, tile_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return index_reference(indices, experts, tile_rows)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _count_kernel(indices, counts, T, E, K, KP: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr):
+    token = tl.program_id(0) * BT + tl.arange(0, BT)
+    selected = count_chosen(load_chosen(indices, token, token < T, K, KP), K, KP, BT, EP)
+    expert = tl.arange(0, EP)
+    tl.store(counts + tl.program_id(0).to(tl.int64) * E + expert, tl.sum(selected, 0), expert < E)
+
+
+@triton.jit(do_not_specialize=["T", "MAX_TILES"])
+def _single_kernel(
+    indices, order, inverse, offsets, tiles, T, E, K, MAX_TILES,
+    KP: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    token = tl.arange(0, BT)
+    live = token < T
+    chosen = load_chosen(indices, token, live, K, KP)
+    selected = count_chosen(chosen, K, KP, BT, EP)
+    expert = tl.arange(0, EP)
+    total = tl.where(expert < E, tl.sum(selected, 0), 0)
+    place(chosen, selected, tl.zeros([EP], tl.int32), total, token, live, order, inverse, E, K, KP, EP)
+    tabulate(total, offsets, tiles, 0, 1, E, MAX_TILES, TILE, EP)
+
+
+def launch(indices: Tensor, experts: int, tile_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    args = {"indices": indices, "experts": experts, "tile_rows": tile_rows}
+    sizes = SPEC.axes(args)
+    index = SPEC.empty(args, sizes)
+    (counts,) = SPEC.empty_scratch(args, sizes)
+    tokens, top_k = sizes["tokens"], sizes["top_k"]
+    order, inverse, offsets, tiles = index
+    if not sizes["rows"]:
+        offsets.zero_()
+        return order, inverse, offsets, tiles
+    indices = indices.contiguous()
+    block, single = configure(tokens, experts)
+    shared = {"KP": next_power_of_2(top_k), "BT": block, "EP": index_block(experts)}
+    warps = warps_for(block, experts)
+    with on_device(indices):
+        if single:
+            _launch(_single_kernel, (1,), (indices, *index, tokens, experts, top_k, tiles.shape[0]),
+                    {**shared, "TILE": tile_rows, "num_warps": warps})  # fmt: skip
+        else:
+            _launch(_count_kernel, (counts.shape[0],), (indices, counts, tokens, experts, top_k), {**shared, "num_warps": warps})
+            launch_index(indices, counts, index, experts, tile_rows, block, target_of(indices.device))
+    return order, inverse, offsets, tiles
+
+
+OP = Op(SPEC, launch, reference)
