@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from einops import einsum, repeat
 from formulas import FORMULAS, Args
+from moe_cases import GPT_OSS, Experts
 from torch import Tensor
 
 from fusedblock.interpret import Launch, interpret
@@ -237,6 +238,12 @@ def attention_case(batch: int, seq: int, context: int, kv_heads: int, group: int
     return Case(op, name + "-causal" * causal + "-shaped" * shaped, make)
 
 
+def moe_case(**words: Any) -> Case:
+    """words: of moe_cases.Experts."""
+    experts = Experts(**words)
+    return Case("moe_experts", experts.id, experts.make)
+
+
 def sums_of_squares(x: Tensor, g: torch.Generator) -> Tensor:
     """Partial sums of squares in three tiles, not those of x itself: a kernel that recomputed them would be found out."""
     dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
@@ -268,6 +275,9 @@ SMALL = (
     layer_norm_case(5, 24, "bias residual"),
     layer_norm_case(3, 40, mean=3.0),
     norm_case(3, 40, 1.0, False, given="residual wide"),
+    # Every token chooses every expert: shapes alone tell what is read.
+    moe_case(tokens=5, experts=3, top_k=3, bias=True, weights=torch.float32),
+    moe_case(tokens=1, experts=3, top_k=3, **GPT_OSS),
 )
 # Those whose arguments have no gradients.
 FORWARD_ONLY = (
