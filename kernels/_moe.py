@@ -124,8 +124,8 @@ class Config:
 TILE_ROWS = (16, 32, 64, 128)
 STREAM_TOKENS = 64  # up to here `down` combines what it makes itself: one launch fewer
 # Kinds: "gate_up" (block_n counts gate and up together), "down" and "grad_rows" (grad of x's rows), "grad_hidden" (through the
-# down product and the activation), and without tile rows "grad_weight", "stream" (down and combine of few tokens), "vector" (one
-# token; block_k of the long axis, "vector_columns" where the weight's columns are dense).
+# down product and the activation), "stream" (down and combine of few tokens); and, whatever the tile rows, "grad_weight" and
+# "vector" (one token; block_k of the long axis, "vector_columns" where the weight's columns are dense).
 Table = dict[str, Any]
 # H200, a prototype's plain Triton kernels of these tiles, 2026-11-29, CUDA graphs, whole block with its router, beside
 # transformers' grouped_mm: E128 k8 H2048 I768 T16384 2.28 ms (6.85), T4096 0.715 (1.92), T512 0.357 (0.641), T64 0.351 (0.549),
@@ -150,7 +150,8 @@ _SM90: Table = {
     },
     # Of these stages, one level is the index's: three buffers of operands.
     "grad_weight": Config(128, 64, 4, 6, tma=True, per_sm=2, block_m=128),
-    "stream": Config(16, 256, 2, 4), "vector": Config(4, 512, 4, 4), "vector_columns": Config(64, 32, 4, 4),
+    "stream": {16: Config(16, 256, 2, 4), 32: Config(16, 256, 4, 4), 64: Config(16, 128, 4, 4)},
+    "vector": Config(4, 512, 4, 4), "vector_columns": Config(64, 32, 4, 4),
 }  # fmt: skip
 # A100: not measured, chosen by registers and shared memory.
 _SM80: Table = {
@@ -160,7 +161,8 @@ _SM80: Table = {
     "grad_hidden": {16: Config(64, 64, 4, 4), 32: Config(64, 64, 4, 4, split=2), 64: Config(64, 64, 4, 3, split=2),
                     128: Config(64, 32, 8, 4, split=2)},
     "grad_weight": Config(128, 32, 8, 4, block_m=128),
-    "stream": Config(16, 128, 2, 4), "vector": Config(4, 512, 4, 4), "vector_columns": Config(64, 32, 4, 4),
+    "stream": {16: Config(16, 128, 2, 4), 32: Config(16, 128, 4, 4), 64: Config(16, 64, 4, 4)},
+    "vector": Config(4, 512, 4, 4), "vector_columns": Config(64, 32, 4, 4),
 }  # fmt: skip
 
 
@@ -183,7 +185,8 @@ _FP32: Table = {
         m: Config(64, 32, 8 if m >= 64 else 4, 2) for m in TILE_ROWS
     }),
     "grad_weight": Config(64, 32, 8, 2, block_m=64),
-    "stream": Config(16, 64, 2, 2), "vector": Config(4, 256, 4, 2), "vector_columns": Config(64, 16, 4, 2),
+    "stream": {16: Config(16, 64, 2, 2), 32: Config(16, 32, 4, 2), 64: Config(16, 32, 4, 2)},
+    "vector": Config(4, 256, 4, 2), "vector_columns": Config(64, 16, 4, 2),
 }  # fmt: skip
 
 
@@ -205,8 +208,9 @@ def choose_tile_rows(tokens: int, top_k: int, experts: int, itemsize: int, targe
     if target.batch_invariant:
         return 64
     average = tokens * top_k / max(experts, 1)
-    most = 64 if itemsize >= 4 else 128
-    return most if average >= 64 else min(64, max(16, next_power_of_2(int(min(2 * average, tokens)))))
+    if average >= 64 and tokens > STREAM_TOKENS:
+        return 64 if itemsize >= 4 else 128
+    return min(64, max(16, next_power_of_2(int(min(2 * average, tokens)))))
 
 
 def configure(kind: str, tile_rows: int, itemsize: int, target: Target) -> Config:
@@ -215,9 +219,9 @@ def configure(kind: str, tile_rows: int, itemsize: int, target: Target) -> Confi
     return _by_pointers(c) if target.batch_invariant else c
 
 
-def form(tokens: int, target: Target) -> str:
+def form(tokens: int, tile_rows: int, target: Target) -> str:
     """How the forward runs: "vector" (one token, two launches), "stream" (a few, two), "grouped" (three)."""
-    if target.batch_invariant or tokens > STREAM_TOKENS:
+    if target.batch_invariant or tokens > STREAM_TOKENS or tile_rows > 64:
         return "grouped"
     return "vector" if tokens == 1 else "stream"
 

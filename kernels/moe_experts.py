@@ -50,7 +50,7 @@ from .moe_experts_backward import OP as BACKWARD
 
 
 def _form(args: Args) -> str:
-    return _moe.form(args["x"].shape[0], target_of(args["x"].device))
+    return _moe.form(args["x"].shape[0], args["tile_rows"], target_of(args["x"].device))
 
 
 def _down_flops(s: Sizes, args: Args) -> int:

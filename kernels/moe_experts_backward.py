@@ -197,12 +197,12 @@ def _activation_parts(
                                     INTERLEAVED, BM, HN)  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ROWS"])
 def _grad_hidden_kernel(
     grad_out, w, weights, order, tiles, gate_up, d_gate_up, weighted, part, ROWS, N, K, stride_g, stride_e, stride_w,
     alpha, limit, TOP_K: tl.constexpr, ACT: tl.constexpr, T: tl.constexpr, INTERLEAVED: tl.constexpr, EVEN: tl.constexpr,
-    SPLIT: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
-    SWAP: tl.constexpr, STAGES: tl.constexpr,
+    SPLIT: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    TMA: tl.constexpr, SWAP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     num_m = tl.load(tiles + 3)
     num_n = tl.cdiv(N, BN)
@@ -264,7 +264,7 @@ def _grad_hidden_launch(args: Args, sizes: Sizes, gate_up: Tensor, d_gate_up: Te
 # ---- the routing weights -------------------------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ROWS"])
 def _grad_weights_kernel(
     part, grad_out, bias, indices, inverse, grad, ROWS, FFN_TILES, H, stride_g, TOP_K: tl.constexpr, SLOTS: tl.constexpr,
     BH: tl.constexpr, ACC: tl.constexpr,

@@ -130,7 +130,7 @@ def _moe_experts(a: Args) -> dict[str, Tensor]:
         y = y + a["down_bias"]
     choice = torch.nn.functional.one_hot(a["indices"].long(), wu.shape[0]).to(y)
     out = einsum(y, choice, a["weights"], "tokens experts hidden, tokens k experts, tokens k -> tokens hidden")
-    token = torch.arange(a["x"].shape[0]).repeat_interleave(a["indices"].shape[1])
+    token = torch.arange(a["x"].shape[0], device=y.device).repeat_interleave(a["indices"].shape[1])
     expert = a["indices"].flatten().long()
     by_row = sorted(range(expert.numel()), key=lambda slot: (int(expert[slot]), slot))
     return {"out": out, "gate_up": both[expert, token][by_row]}

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from layer_cases import GEMMA, LLAMA, LLAMA_8B, VARIANTS, inputs, run, shapes
+from moe_cases import GPT_OSS
 from op_cases import (
     Args,
     Case,
@@ -25,6 +26,7 @@ from op_cases import (
     layer_norm_case,
     linear_case,
     mlp_case,
+    moe_case,
     norm_case,
     only_config,
     plain_mlp_case,
@@ -109,6 +111,9 @@ FORWARD_AND_BACKWARD = (
     qkv_case(2, 3, 72, 80, 1, 1, part=0.4, layout="stacked"), rope_case(2, 19, 64, 1, 3, tables="each"),
     rope_case(1, 300, 80, 1, 2, part=0.4, heads_first=True),
     rope_case(2, 19, 128, 3, 1, tables="repeat", interleaved=True),
+    moe_case(tokens=37, routing="holes", bias=True), moe_case(tokens=300, hidden=136, ffn=72, experts=9, top_k=3, tile_rows=64),
+    moe_case(tokens=1, experts=7, top_k=6), moe_case(tokens=70, hidden=72, ffn=136, **GPT_OSS),
+    moe_case(tokens=1, hidden=136, experts=7, top_k=6, **GPT_OSS),
 )  # fmt: skip
 FORWARD = (
     linear_case(300, 136, 264, "residual norm_weight"), qkv_case(2, 70, 136, 64, 1, 3, bias=True, normed=True),
@@ -127,6 +132,12 @@ FURTHER = (
     qkv_case(1, 1100, 264, 64, 3, 1, bias=True, part=0.25, layout="per_head"), qkv_case(1, 75, 72, 256, 1, 1, norm="late"),
     qkv_case(1, 1100, 264, 64, 3, 1, bias=True, rope="", layout="columns"), qkv_case(1, 1100, 72, 256, 1, 1, norm="early"),
     qkv_case(1, 1100, 264, 128, 1, 1, tables="repeat", rope="interleaved", norm="layer", bias=True),
+    *[moe_case(tokens=t, hidden=264, ffn=392, experts=6, routing="holes", tile_rows=rows, save=save, **words)
+      for t, rows in ((1100, 128), (1100, 64), (300, 32), (300, 16), (61, 64), (61, 32), (29, 16), (1, 16))
+      for save, words in ((True, {}), (False, GPT_OSS))],
+    moe_case(tokens=1100, hidden=264, ffn=392, tile_rows=128, routing="one", laid="interleaved", activation="gelu", bias=True),
+    moe_case(tokens=1100, hidden=264, ffn=392, tile_rows=128, laid="transposed", activation="gelu_tanh", weights=torch.float32),
+    moe_case(tokens=700, hidden=73, ffn=131, tile_rows=128),
 )  # fmt: skip
 
 
