@@ -63,6 +63,8 @@ def check(op: str, sizes: Sizes, args: Args) -> dict[str, int]:
     for name in ("alpha", "limit"):
         if not isfinite(args[name]):
             raise ValueError(f"{op}: {name}={args[name]}, expected a finite number")
+    if args["activation"] == CLAMPED and args["limit"] <= 0:
+        raise ValueError(f"{op}: limit={args['limit']}, expected a positive number for {CLAMPED}")
     return {"ffn": ffn, "gate_up": gate_up}
 
 
@@ -150,7 +152,7 @@ _SM90: Table = {
     },
     # Of these stages, one level is the index's: three buffers of operands.
     "grad_weight": Config(128, 64, 4, 6, tma=True, per_sm=2, block_m=128),
-    "stream": {16: Config(16, 256, 2, 4), 32: Config(16, 256, 4, 4), 64: Config(16, 128, 4, 4)},
+    "stream": {16: Config(16, 256, 2, 6), 32: Config(16, 256, 4, 5), 64: Config(16, 128, 4, 6)},
     "vector": Config(4, 512, 4, 4), "vector_columns": Config(64, 32, 4, 4),
 }  # fmt: skip
 # A100: not measured, chosen by registers and shared memory.

@@ -24,7 +24,6 @@ READS = {
 }  # fmt: skip
 
 
-
 def _expert_bytes(name: str) -> Any:
     """For a spec: the bytes of the experts that have a row."""
 

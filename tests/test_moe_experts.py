@@ -25,9 +25,9 @@ from torch import Tensor
 
 import fusedblock
 from fusedblock.kernels import _moe
-from fusedblock.kernels._moe import choose_tile_rows, form
+from fusedblock.kernels._moe import CLAMPED, choose_tile_rows, form
 from fusedblock.kernels._target import TARGETS
-from fusedblock.ops import OPS
+from fusedblock.ops import COSTS, OPS
 
 BF16 = torch.bfloat16
 RUNS = [(torch.float32, "sm_90"), (BF16, "sm_90")]
@@ -146,6 +146,27 @@ def test_only_experts_with_a_token_are_read(tokens: int) -> None:
         weights = 2 * sum(args[n][0].numel() for n in ("gate_up_weight", "down_weight")) * touched
         costs = stated(OP, args, "sm_80")
         assert weights < sum(c.read_bytes for c in costs) < weights * 9 / touched
+
+
+def test_costs_of_fake_tensors_expect_even_routing() -> None:
+    """40 tokens choose 2 of 9 experts: an expert is left out by all of them with (7/9)**40."""
+    args = case_of(Experts(tokens=40, experts=9, top_k=2, hidden=64, ffn=64)).arguments(BF16)
+    cost = COSTS[OP](*to(args, device="meta").values())[0]
+    weights = round(9 * (1 - (7 / 9) ** 40) * 2 * 64 * 64) * 2
+    assert cost.read_bytes == 2 * 40 * 64 + weights + 4 * 80 + 4 + 12 * 9  # x, weights, order, nine tiles
+    assert cost.flops == 80 * (2 * 64 + 4) * 128
+
+
+def test_debug_takes_rows_that_nobody_writes() -> None:
+    args = case_of(Experts(tokens=20)).arguments(torch.float32)
+    marked = args["indices"].clone()
+    marked[3, 0] = 5
+    given = {**args, "indices": marked, **make_index(marked, 5, 16)}
+    with fusedblock.options(debug=True), recording("sm_90"):
+        got = with_gradients(OP, given)
+        assert got["gate_up"][-1].isnan().all()
+        with pytest.raises(FloatingPointError, match="moe_experts: x has"):
+            call(OP, {**given, "x": given["x"] * float("inf")})
 
 
 # ---- edges ---------------------------------------------------------------------------------------------------------------------
@@ -341,6 +362,7 @@ ERRORS = [
     ({"tile_rows": 24}, "tile_rows=24, expected one of (16, 32, 64, 128)"),
     ({"activation": "swish"}, "activation='swish', expected one of silu, gelu, gelu_tanh, relu, relu2, clamped_swish"),
     ({"limit": float("nan")}, "limit=nan, expected a finite number"),
+    ({"limit": 0.0, "activation": CLAMPED}, "limit=0.0, expected a positive number for clamped_swish"),
     ({"x": torch.ones(7, 24, dtype=BF16)}, "gate_up_weight has dtype torch.float32, but x has torch.bfloat16"),
 ]  # fmt: skip
 
