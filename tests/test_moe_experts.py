@@ -24,7 +24,7 @@ from op_cases import (
 from torch import Tensor
 
 import fusedblock
-from fusedblock.kernels import _moe
+from fusedblock.kernels import _moe, _replay
 from fusedblock.kernels._moe import CLAMPED, choose_tile_rows, form
 from fusedblock.kernels._target import TARGETS
 from fusedblock.ops import COSTS, OPS
@@ -146,6 +146,21 @@ def test_only_experts_with_a_token_are_read(tokens: int) -> None:
         weights = 2 * sum(args[n][0].numel() for n in ("gate_up_weight", "down_weight")) * touched
         costs = stated(OP, args, "sm_80")
         assert weights < sum(c.read_bytes for c in costs) < weights * 9 / touched
+
+
+@pytest.mark.parametrize(("tokens", "tile_rows"), [(1, 16), (20, 16), (70, 64)])
+@pytest.mark.parametrize("words", [{}, GPT_OSS], ids=["", "gpt_oss"])
+def test_launches_can_be_replayed(tokens: int, tile_rows: int, words: dict[str, Any]) -> None:
+    """Recorded for one routing, right for another: the host knows nothing of it."""
+    cases = [Experts(tokens=tokens, tile_rows=tile_rows, routing=r, save=False, **words) for r in ("even", "one")]
+    first, second = (case_of(c).arguments(BF16, seed) for seed, c in enumerate(cases))
+    tensors = [n for n, v in first.items() if isinstance(v, Tensor)]
+    with recording("sm_90"):
+        out, program = _replay.record(lambda: OPS[OP].launch(**first)[0], [first[n] for n in tensors])
+        assert program is not None and len(program.steps) == (3 if tokens > 64 else 2)
+        for args in (first, second):
+            assert torch.equal(program.run([args[n] for n in tensors])[0], OPS[OP].launch(**args)[0])
+        assert not torch.equal(out, OPS[OP].launch(**second)[0])
 
 
 def test_costs_of_fake_tensors_expect_even_routing() -> None:
