@@ -177,10 +177,9 @@ def _changed(table: Table, **most: int) -> Table:
     return {k: {m: cut(c) for m, c in v.items()} if isinstance(v, dict) else cut(v) for k, v in table.items()}
 
 
-_SM86 = _changed(_SM80, num_stages=3, block_k=64)  # 99 KB
+_SM86 = {**_changed(_SM80, num_stages=3, block_k=64), "vector": _SM80["vector"]}  # 99 KB
 _SM100 = {**_changed(_SM80, block_k=64), "stream": _SM80["stream"], "vector": _SM80["vector"]}
-_GFX942 = _changed(_SM80, num_stages=2, block_k=64)
-_GFX942["vector"] = replace(_SM80["vector"], num_stages=2)
+_GFX942 = {**_changed(_SM80, num_stages=2, block_k=64), "vector": replace(_SM80["vector"], num_stages=2)}
 # fp32 runs on the FMA pipes (no tf32): small tiles, few registers.
 _FP32: Table = {
     **dict.fromkeys(("gate_up", "down", "grad_rows", "grad_hidden"), {
