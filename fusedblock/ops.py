@@ -24,6 +24,7 @@ from fusedblock.kernels import attention as _attention
 from fusedblock.kernels import decode_attention as _decode_attention
 from fusedblock.kernels import gated_mlp as _gated_mlp
 from fusedblock.kernels import linear as _linear
+from fusedblock.kernels import moe_experts as _moe_experts
 from fusedblock.kernels import moe_index as _moe_index
 from fusedblock.kernels import moe_route as _moe_route
 from fusedblock.kernels import norm as _norm
@@ -314,6 +315,7 @@ _qkv_rope_op = _register(_qkv_rope.OP)
 _rope_op = _register(_rope.OP)
 _gated_mlp_op = _register(_gated_mlp.OP)
 _plain_mlp_op = _register(_plain_mlp.OP)
+_register(_moe_experts.OP)
 _attention_op = _register(_attention.OP)
 _decode_attention_op = _register(_decode_attention.OP)
 _moe_route_op = _register(_moe_route.OP)

@@ -113,7 +113,32 @@ def _attention(a: Args) -> dict[str, Tensor]:
     return {"out": out, "lse": logits.logsumexp(-1)}
 
 
+def _moe_experts(a: Args) -> dict[str, Tensor]:
+    """Every token through all experts, and what it did not choose times 0: no index but the experts' numbers."""
+    wu, wd = (w.mT if a["transposed"] else w for w in (a["gate_up_weight"], a["down_weight"]))
+    both = einsum(a["x"], wu, "tokens hidden, experts out hidden -> experts tokens out")
+    if a["gate_up_bias"] is not None:
+        both = both + a["gate_up_bias"][:, None]
+    ffn = both.shape[-1] // 2
+    gate, up = (both[..., 0::2], both[..., 1::2]) if a["interleaved"] else (both[..., :ffn], both[..., ffn:])
+    if a["activation"] == "clamped_swish":
+        gate, up = gate.minimum(torch.tensor(a["limit"])), up.clip(-a["limit"], a["limit"])
+        h = (up + 1) * gate / (1 + torch.exp(-a["alpha"] * gate))
+    else:
+        h = activation(gate, a["activation"]) * up
+    y = einsum(h, wd, "experts tokens ffn, experts hidden ffn -> tokens experts hidden")
+    if a["down_bias"] is not None:
+        y = y + a["down_bias"]
+    choice = torch.nn.functional.one_hot(a["indices"].long(), wu.shape[0]).to(y)
+    out = einsum(y, choice, a["weights"], "tokens experts hidden, tokens k experts, tokens k -> tokens hidden")
+    token = torch.arange(a["x"].shape[0], device=y.device).repeat_interleave(a["indices"].shape[1])
+    expert = a["indices"].flatten().long()
+    by_row = sorted(range(expert.numel()), key=lambda slot: (int(expert[slot]), slot))
+    return {"out": out, "gate_up": both[expert, token][by_row]}
+
+
 FORMULAS: dict[str, Callable[[Args], dict[str, Tensor]]] = {
     "norm": _norm, "linear": _linear, "qkv_rope": _qkv_rope, "rope": _rope, "gated_mlp": _gated_mlp, "plain_mlp": _plain_mlp,
     "attention": _attention, "decode_attention": _attention, "moe_route": moe_route, "moe_index": moe_index,
+    "moe_experts": _moe_experts,
 }  # fmt: skip

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from layer_cases import GEMMA, LLAMA, LLAMA_8B, VARIANTS, inputs, run, shapes
+from moe_cases import GPT_OSS
 from op_cases import (
     Args,
     Case,
@@ -26,6 +27,7 @@ from op_cases import (
     layer_norm_case,
     linear_case,
     mlp_case,
+    moe_case,
     norm_case,
     only_config,
     plain_mlp_case,
@@ -115,6 +117,9 @@ FORWARD_AND_BACKWARD = (
     route_case(40, 136, 256, 4, "sigmoid", "correction_bias renormalise wide", groups=(8, 4, "top2"), eps=1e-20, scale=2.5),
     route_case(300, 136, 160, 3, "softmax", "wide", groups=(8, 3, "max")), route_case(1100, 136, 60, 2, "softmax", "renormalise"),
     route_case(1100, 136, 136, 2, "sigmoid", "correction_bias renormalise wide", groups=(8, 4, "top2"), eps=1e-20),
+    moe_case(tokens=37, routing="holes", bias=True), moe_case(tokens=300, hidden=136, ffn=72, experts=9, top_k=3, tile_rows=64),
+    moe_case(tokens=1, experts=7, top_k=6), moe_case(tokens=70, hidden=72, ffn=136, **GPT_OSS),
+    moe_case(tokens=1, hidden=136, experts=7, top_k=6, **GPT_OSS),
 )  # fmt: skip
 FORWARD = (
     linear_case(300, 136, 264, "residual norm_weight"), qkv_case(2, 70, 136, 64, 1, 3, bias=True, normed=True),
@@ -133,6 +138,12 @@ FURTHER = (
     qkv_case(1, 1100, 264, 64, 3, 1, bias=True, part=0.25, layout="per_head"), qkv_case(1, 75, 72, 256, 1, 1, norm="late"),
     qkv_case(1, 1100, 264, 64, 3, 1, bias=True, rope="", layout="columns"), qkv_case(1, 1100, 72, 256, 1, 1, norm="early"),
     qkv_case(1, 1100, 264, 128, 1, 1, tables="repeat", rope="interleaved", norm="layer", bias=True),
+    *[moe_case(tokens=t, hidden=264, ffn=392, experts=6, routing="holes", tile_rows=rows, save=save, **words)
+      for t, rows in ((1100, 128), (1100, 64), (300, 32), (300, 16), (61, 64), (61, 32), (29, 16), (1, 16))
+      for save, words in ((True, {}), (False, GPT_OSS))],
+    moe_case(tokens=1100, hidden=264, ffn=392, tile_rows=128, routing="one", laid="interleaved", activation="gelu", bias=True),
+    moe_case(tokens=1100, hidden=264, ffn=392, tile_rows=128, laid="transposed", activation="gelu_tanh", weights=torch.float32),
+    moe_case(tokens=700, hidden=73, ffn=131, tile_rows=128),
 )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from einops import einsum, repeat
 from formulas import FORMULAS, Args
+from moe_cases import GPT_OSS, Experts
 from moe_formula import choice_of, choose
 from torch import Tensor
 
@@ -278,6 +279,12 @@ def index_case(tokens: int, top_k: int, experts: int, tile_rows: int = 16, dtype
     return Case("moe_index", f"moe_index-{tokens}-{top_k}of{experts}-{str(dtype).removeprefix('torch.')}", make)
 
 
+def moe_case(**words: Any) -> Case:
+    """words: of moe_cases.Experts."""
+    experts = Experts(**words)
+    return Case("moe_experts", experts.id, experts.make)
+
+
 def sums_of_squares(x: Tensor, g: torch.Generator) -> Tensor:
     """Partial sums of squares in three tiles, not those of x itself: a kernel that recomputed them would be found out."""
     dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
@@ -311,6 +318,9 @@ SMALL = (
     norm_case(3, 40, 1.0, False, given="residual wide"),
     route_case(5, 24, 6, 2, "softmax", "bias", scale=1.5),
     route_case(19, 40, 12, 3, "sigmoid", "correction_bias renormalise wide", groups=(4, 2, "top2"), eps=1e-20, scale=2.5),
+    # Every token chooses every expert: shapes alone tell what is read.
+    moe_case(tokens=5, experts=3, top_k=3, bias=True, weights=torch.float32),
+    moe_case(tokens=1, experts=3, top_k=3, **GPT_OSS),
 )
 # Those whose arguments have no gradients.
 FORWARD_ONLY = (

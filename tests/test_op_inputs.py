@@ -462,6 +462,7 @@ def test_nan_in_one_row_stays_in_it(case):
         dirty_args[name] = rows.view(shape)
     with recording("sm_90"):
         clean, dirty = call(case.op, args), call(case.op, dirty_args)
+    clean.pop("gate_up", None)  # in the order of the experts: see test_moe_experts.py
     for name, value in clean.items():
         flat = [t.reshape(rows.shape[0], -1) for t in (value, dirty[name])]
         assert torch.equal(flat[0][:-1], flat[1][:-1]), name

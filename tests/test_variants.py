@@ -3,6 +3,7 @@ by its number of rows or sequences; within one of them there are at most two var
 
 from __future__ import annotations
 
+import inspect
 import random
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from fusedblock import ops
 from fusedblock.blocks import BlockSpec, BlockWeights
 from fusedblock.blocks import functional as core
+from fusedblock.kernels._moe import choose_tile_rows, max_tiles
 from fusedblock.kernels._target import TARGETS
 
 from .variants import counted
@@ -78,6 +80,36 @@ def test_decode(target: str) -> None:
     for name, tiles in found.items():
         assert max(map(len, tiles.values())) <= 2, name
         assert len(tiles) <= 2, name  # more sequences than SMs, or fewer
+
+
+@pytest.mark.parametrize("target", TARGET_NAMES)
+def test_experts(target: str) -> None:
+    """Forward and backward: a product that both have, of two shapes, is two variants."""
+    experts, top_k, hidden, ffn = 128, 8, 2048, 768  # Qwen3-30B-A3B
+
+    def index(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device="meta")
+
+    with counted(TARGETS[target]) as found:
+        for tokens in (1, *(batch * (seq if seq > 2048 else 1) for batch, seq in _pairs())):
+            rows = tokens * top_k
+            height = choose_tile_rows(tokens, top_k, experts, 2, TARGETS[target])
+            known = {
+                "x": _empty(tokens, hidden), "gate_up_weight": _empty(experts, 2 * ffn, hidden),
+                "down_weight": _empty(experts, hidden, ffn), "gate_up_bias": None, "down_bias": None,
+                "weights": _empty(tokens, top_k), "indices": index(tokens, top_k), "order": index(rows),
+                "inverse": index(tokens, top_k), "offsets": index(experts + 1),
+                "tiles": index(max_tiles(rows, experts, height), 4), "activation": "silu", "alpha": 0.0, "limit": 0.0,
+                "transposed": False, "interleaved": False, "tile_rows": height, "save": True,
+            }  # fmt: skip
+            _, known["gate_up"] = ops.direct("moe_experts", *known.values())
+            known |= {"grad_out": known["x"], **{f"need_{n}": known[n] is not None for n in known}}
+            backward = ops.OPS["moe_experts_backward"].launch
+            ops.direct("moe_experts_backward", *[known[n] for n in inspect.signature(backward).parameters])
+    assert len(found) == 9
+    for name, tiles in found.items():
+        assert max(map(len, tiles.values())) <= 2, name
+        assert len(tiles) <= 8, name  # four heights, each of two products
 
 
 def test_the_count_sees_what_triton_specialises_on() -> None:

@@ -1,0 +1,214 @@
+"""The experts' products that forward and backward share: the gathered gate-up product, rows by experts' matrices, and the sum of
+a token's rows. See moe_experts.py for the maths.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from . import _moe
+from ._gemm import accumulator, halves
+from ._lang import cdiv, next_power_of_2, tl, triton
+from ._launch import contiguous_last, descriptor
+from ._launch import launch as _launch
+from ._moe import boxed, expert_pointers, gated, multiply, row_pointers, store_rows, sums, take, take_expert, tile_at
+from ._spec import Args, Sizes
+from ._target import target_of
+
+READS = {
+    "x": "tokens hidden", "gate_up_weight": "experts gate_up_rows gate_up_columns",
+    "down_weight": "experts down_rows down_columns", "gate_up_bias": "experts gate_up_out", "down_bias": "experts down_out",
+    "weights": "tokens top_k", **_moe.INDEX,
+}  # fmt: skip
+
+
+def _expert_bytes(name: str) -> Any:
+    """For a spec: the bytes of the experts that have a row."""
+
+    def count(sizes: Sizes, args: Args) -> int:
+        t = args[name]
+        return round(_moe.touched(sizes, args) * t[0].numel()) * t.element_size()
+
+    return count
+
+
+def tile_bytes(sizes: Sizes, args: Args) -> int:
+    """Three numbers of every valid tile, and how many these are."""
+    return 4 + 12 * _moe.valid_tiles(sizes, args) if sizes["max_tiles"] else 0
+
+
+EXPERT_BYTES = {n: _expert_bytes(n) for n in ("gate_up_weight", "down_weight", "gate_up_bias", "down_bias")}
+
+
+def gate_up_flops(s: Sizes, args: Args) -> int:
+    return s["rows"] * (2 * s["hidden"] + 4) * s["gate_up"]
+
+
+# ---- gate and up ---------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _pair_columns(n, N, BN: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The columns of gate_up of tile n, BN of them: gate's half, then up's, or in turn; and which exist."""
+    j = tl.arange(0, BN)
+    if INTERLEAVED:
+        c = n * BN + j
+        return c, c < 2 * N
+    else:
+        f = n * (BN // 2) + j % (BN // 2)
+        return tl.where(j < BN // 2, f, N + f), f < N
+
+
+@triton.jit
+def _gate_up_kernel(
+    x, w, bias, order, tiles, h, saved, N, K, stride_x, stride_e, stride_w, alpha, limit,
+    TOP_K: tl.constexpr, ACT: tl.constexpr, T: tl.constexpr, INTERLEAVED: tl.constexpr, EVEN: tl.constexpr, ACC: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    HN: tl.constexpr = BN // 2
+    num_m = tl.load(tiles + 3)
+    num_n = tl.cdiv(N, HN)
+    for t in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=TMA):
+        e, first, end, n = tile_at(tiles, t, num_m, num_n, GROUP)
+        rows = first + tl.arange(0, BM)
+        # Rows past the end repeat the last one: always of this expert, never stored.
+        token = tl.load(order + tl.minimum(rows, end - 1)) // TOP_K
+        left = row_pointers(x, token.to(tl.int64) * stride_x, BK)
+        c, ok = _pair_columns(n, N, BN, INTERLEAVED)
+        if not TMA:
+            right = expert_pointers(w, e, c, stride_e, stride_w, BK, T)
+        both = sums(BM, BN, SWAP, ACC)
+        for k in tl.range(0, K, BK, num_stages=STAGES):
+            a = take(left, k, K, BK, EVEN)
+            if not TMA:
+                b = take_expert(right, ok, k, K, stride_w, BK, T)
+            elif INTERLEAVED:
+                b = boxed(w, e, n * BN, k, BN, BK, T)
+            else:
+                b = tl.reshape(w.load([e, 0, n * HN, k]), (BN, BK))
+            both = multiply(a, b, both, SWAP, ACC)
+        if SWAP:
+            both = both.T
+        live = rows < end
+        if bias is not None:
+            both += tl.load(bias + e * 2 * N + c, ok, other=0.0).to(ACC)[None, :]
+        if INTERLEAVED:
+            if saved is not None:
+                store_rows(saved, rows, n * BN, both, live, 2 * N, BN)
+            g, u = tl.split(tl.reshape(both, (BM, HN, 2)))
+        else:
+            g, u = halves(both, BM, BN)
+            if saved is not None:
+                at = saved + rows[:, None].to(tl.int64) * (2 * N) + (n * HN + tl.arange(0, HN))[None, :]
+                ok = live[:, None] & (n * HN + tl.arange(0, HN) < N)[None, :]
+                tl.store(at, g.to(saved.dtype.element_ty), ok)
+                tl.store(at + N, u.to(saved.dtype.element_ty), ok)
+        if h is not None:
+            store_rows(h, rows, n * HN, gated(g, u, alpha, limit, ACT), live, N, HN)
+
+
+def gate_up_launch(args: Args, sizes: Sizes, h: Tensor | None, saved: Tensor | None) -> None:
+    """h and saved `gate_up`, each where it is given, of all rows."""
+    x, transposed, interleaved, tile_rows = args["x"], args["transposed"], args["interleaved"], args["tile_rows"]
+    x, w = contiguous_last(x), _moe.dense_rows(args["gate_up_weight"])
+    n, k = sizes["ffn"], sizes["hidden"]
+    target = target_of(x.device)
+    c = _moe.configure("gate_up", tile_rows, x.element_size(), target)
+    c = _moe.usable(c, w) if interleaved or not transposed else _moe._by_pointers(c)
+    if c.tma and not interleaved:
+        c = _moe.usable(c, w.unflatten(1, (2, n)))
+    bias = args["gate_up_bias"]
+    _launch(
+        _gate_up_kernel, (_moe.programs(sizes["max_tiles"] * cdiv(n, c.block_n // 2), c, target),),
+        (x, _moe.pair_operand(w, c, transposed, interleaved), None if bias is None else bias.contiguous(), args["order"],
+         args["tiles"], h, saved, n, k, x.stride(0), w.stride(0), w.stride(1), *_moe.clamp_numbers(args)),
+        {"TOP_K": sizes["top_k"], "ACT": args["activation"], "T": transposed, "INTERLEAVED": interleaved,
+         "EVEN": k % c.block_k == 0, "ACC": accumulator(x), "BM": tile_rows, **_moe.options(c)},
+    )  # fmt: skip
+
+
+# ---- rows by experts' matrices, and their sums ---------------------------------------------------------------------------------
+
+
+@triton.jit
+def _rows_kernel(
+    a, w, bias, tiles, y, N, K, stride_e, stride_w,
+    T: tl.constexpr, EVEN: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GROUP: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """y = a @ w[expert].T + bias[expert], row by row; a `rows K`, w `experts N K` or, with T, `experts K N`."""
+    num_m = tl.load(tiles + 3)
+    num_n = tl.cdiv(N, BN)
+    for t in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=TMA):
+        e, first, end, n = tile_at(tiles, t, num_m, num_n, GROUP)
+        rows = first + tl.arange(0, BM)
+        cols = n * BN + tl.arange(0, BN)
+        if not TMA:
+            matrix = expert_pointers(w, e, cols, stride_e, stride_w, BK, T)
+            pointers = row_pointers(a, tl.minimum(rows, end - 1).to(tl.int64) * K, BK)
+        acc = sums(BM, BN, SWAP, ACC)
+        for k in tl.range(0, K, BK, num_stages=STAGES):
+            if TMA:
+                left = a.load([first, k])
+                right = boxed(w, e, n * BN, k, BN, BK, T)
+            else:
+                left = take(pointers, k, K, BK, EVEN)
+                right = take_expert(matrix, cols < N, k, K, stride_w, BK, T)
+            acc = multiply(left, right, acc, SWAP, ACC)
+        if SWAP:
+            acc = acc.T
+        if bias is not None:
+            acc += tl.load(bias + e * N + cols, cols < N, other=0.0).to(ACC)[None, :]
+        store_rows(y, rows, n * BN, acc, rows < end, N, BN)
+
+
+def rows_launch(kind: str, a: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, args: Args, sizes: Sizes,
+                by_columns: bool) -> None:  # fmt: skip
+    """y `rows N` = a `rows K` by the experts' matrices, stored `N K` or, by_columns, `K N`."""
+    tile_rows, target, (n, k) = args["tile_rows"], target_of(a.device), (y.shape[1], a.shape[1])
+    w = _moe.dense_rows(w)
+    c = _moe.usable(_moe.configure(kind, tile_rows, a.element_size(), target), a, w)
+    _launch(
+        _rows_kernel, (_moe.programs(sizes["max_tiles"] * cdiv(n, c.block_n), c, target),),
+        (descriptor(a, [tile_rows, c.block_k]) if c.tma else a, _moe.expert_operand(w, c.block_n, c.block_k, c, by_columns),
+         None if bias is None else bias.contiguous(), args["tiles"], y, n, k, w.stride(0), w.stride(1)),
+        {"T": by_columns, "EVEN": k % c.block_k == 0, "ACC": accumulator(a), "BM": tile_rows, **_moe.options(c)},
+    )  # fmt: skip
+
+
+@triton.jit
+def gather_sum(y, inverse, weights, token, cols, ok, H, TOP_K: tl.constexpr, ACC: tl.constexpr):
+    """[tokens, columns]: the sum of each token's rows, by its weights if there are any, in the order of its slots."""
+    acc = tl.zeros([token.shape[0], cols.shape[0]], ACC)
+    for j in tl.static_range(TOP_K):
+        slot = token.to(tl.int64) * TOP_K + j
+        r = tl.load(inverse + slot, ok, other=-1)
+        found = r >= 0
+        at = y + r[:, None].to(tl.int64) * H + cols[None, :]
+        v = tl.load(at, found[:, None] & (cols < H)[None, :], other=0.0).to(ACC)
+        if weights is not None:
+            v *= tl.load(weights + slot, found, other=0.0).to(ACC)[:, None]
+        acc += v
+    return acc
+
+
+@triton.jit(do_not_specialize=["TOKENS"])
+def _combine_kernel(y, inverse, weights, out, TOKENS, H, TOP_K: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
+                    ACC: tl.constexpr):  # fmt: skip
+    token = tl.program_id(0) * BT + tl.arange(0, BT)
+    cols = tl.program_id(1) * BH + tl.arange(0, BH)
+    acc = gather_sum(y, inverse, weights, token, cols, token < TOKENS, H, TOP_K, ACC)
+    store_rows(out, token, tl.program_id(1) * BH, acc, token < TOKENS, H, BH)
+
+
+def combine_launch(y: Tensor, inverse: Tensor, weights: Tensor | None, out: Tensor, top_k: int) -> None:
+    """out `tokens hidden` = the sum of each token's rows of y, by weights `tokens top_k` if given."""
+    tokens, hidden = out.shape
+    block = min(2048, next_power_of_2(hidden))
+    _launch(
+        _combine_kernel, (tokens, cdiv(hidden, block)), (y, inverse, weights, out, tokens, hidden),
+        {"TOP_K": top_k, "BT": 1, "BH": block, "ACC": accumulator(out), "num_warps": 8 if block >= 2048 else 4},
+    )  # fmt: skip
