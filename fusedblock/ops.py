@@ -37,6 +37,7 @@ from fusedblock.kernels._attention_choice import Choice, choose
 from fusedblock.kernels._attention_skeleton import Skeleton, skeleton
 from fusedblock.kernels._launch import replays, runs_kernels
 from fusedblock.kernels._math import plain_activate
+from fusedblock.kernels._moe import CLAMPED, choose_tile_rows
 from fusedblock.kernels._replay import Fixed, replayed
 from fusedblock.kernels._router import RouterSpec
 from fusedblock.kernels._spec import Cost, Op, ShapeError
@@ -48,11 +49,11 @@ from fusedblock.kernels.static_cache import store as store_slots
 from fusedblock.options import current, under
 
 __all__ = [
-    "COSTS", "OPS", "Choice", "Composite", "DecodeProblem", "Fixed", "RouterSpec", "ShapeError", "Skeleton", "Target",
-    "attention_args", "call_attention", "choose", "batch_invariant", "decode_launches", "define", "define_composite",
-    "deterministic", "direct", "dispatched", "empty", "fits_slots", "gated_mlp", "layer_norm", "linear", "moe_index",
-    "moe_route", "normalise_mask", "plain_activate", "plain_mlp", "refuse_gradients", "qkv_rope", "rms_norm", "rope", "skeleton",
-    "store_slots", "target_of", "wants_grad",
+    "CLAMPED", "COSTS", "OPS", "Choice", "Composite", "DecodeProblem", "Fixed", "RouterSpec", "ShapeError", "Skeleton", "Target",
+    "attention_args", "call_attention", "choose", "choose_tile_rows", "batch_invariant", "decode_launches", "define",
+    "define_composite", "deterministic", "direct", "dispatched", "empty", "fits_slots", "gated_mlp", "layer_norm", "linear",
+    "moe_experts", "moe_index", "moe_route", "normalise_mask", "plain_activate", "plain_mlp", "refuse_gradients", "qkv_rope",
+    "rms_norm", "rope", "skeleton", "store_slots", "target_of", "wants_grad",
 ]  # fmt: skip
 
 
@@ -315,7 +316,7 @@ _qkv_rope_op = _register(_qkv_rope.OP)
 _rope_op = _register(_rope.OP)
 _gated_mlp_op = _register(_gated_mlp.OP)
 _plain_mlp_op = _register(_plain_mlp.OP)
-_register(_moe_experts.OP)
+_moe_experts_op = _register(_moe_experts.OP)
 _attention_op = _register(_attention.OP)
 _decode_attention_op = _register(_decode_attention.OP)
 _moe_route_op = _register(_moe_route.OP)
@@ -468,6 +469,18 @@ def moe_route(x: Tensor, weight: Tensor, spec: RouterSpec, bias: Tensor | None =
 def moe_index(indices: Tensor, experts: int, tile_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """order, inverse, offsets and tiles of given choices `tokens top_k`. See kernels/moe_index.py."""
     return _moe_index_op(indices, experts, tile_rows)
+
+
+def moe_experts(
+    x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, weights: Tensor, indices: Tensor, index: Sequence[Tensor], *,
+    tile_rows: int, activation: str = "silu", gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+    alpha: float = 0.0, limit: float = 0.0, transposed: bool = False, interleaved: bool = False,
+) -> Tensor:  # fmt: skip
+    """Each token of x `tokens hidden` through its experts' gated MLPs, summed by its weights `tokens top_k`. indices and index
+    (order, inverse, offsets, tiles): of moe_route or moe_index, for tile_rows. See kernels/moe_experts.py."""
+    given = (x, gate_up_weight, down_weight, gate_up_bias, down_bias, weights)
+    how = (activation, alpha, limit, transposed, interleaved, tile_rows)
+    return _moe_experts_op(*given, indices, *index, *how, wants_grad(*given))[0]
 
 
 def attention_args(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None = None, bias: Tensor | None = None,

@@ -25,7 +25,7 @@ import fusedblock
 from fusedblock.kernels import _gluon, _hopper_check, _lang
 from fusedblock.kernels._target import Target, target_of
 from fusedblock.metering.device import describe, versions
-from fusedblock.ops import RouterSpec, moe_index, moe_route
+from fusedblock.ops import RouterSpec, moe_experts, moe_index, moe_route
 from fusedblock.options import from_environment
 
 from . import checkpoints
@@ -200,7 +200,14 @@ def _cases() -> dict[str, tuple[Callable[..., Tensor], Shapes]]:
         _, _, offsets, _ = moe_index(indices, 12, 16)
         return torch.cat((weights.sort(-1).values, logits, (offsets / offsets.numel()).expand(len(logits), -1)), -1)
 
+    def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> Tensor:
+        """Token t goes to experts t, t+2 and t+4 of 7, and none to the last."""
+        indices = (torch.arange(len(x), device=x.device)[:, None] + torch.tensor((0, 2, 4), device=x.device)) % 6
+        indices = indices.to(torch.int32)
+        return moe_experts(x, gate_up, down, weights, indices, moe_index(indices, 7, 16), tile_rows=16)
+
     x, kv = (2, 19, 96), (2, 45, 2, 32)
+    expert_weights = {"gate_up": (7, 80, 96), "down": (7, 96, 40)}
     qkv_weights = {"q": (128, 96), "k": (64, 96), "v": (64, 96)}
     return {
         "rms_norm": (fusedblock.rms_norm, {"x": x, "weight": (96,)}),
@@ -215,6 +222,10 @@ def _cases() -> dict[str, tuple[Callable[..., Tensor], Shapes]]:
         "gated_mlp": (fusedblock.gated_mlp, {"x": x, "gate_weight": (80, 96), "up_weight": (80, 96)}),
         "plain_mlp": (lambda x, w, b: fusedblock.plain_mlp(x, w, b, activation="gelu"), {"x": x, "w": (80, 96), "b": (80,)}),
         "moe_route": (route, {"x": x, "weight": (12, 96)}),
+        **{
+            f"moe_experts{words}": (experts, {"x": (tokens, 96), **expert_weights, "weights": (tokens, 3)})
+            for words, tokens in (("", 66), (", few tokens", 19), (", one token", 1))
+        },
     }  # fmt: skip
 
 
