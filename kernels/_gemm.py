@@ -86,19 +86,14 @@ _SM100 = {
 _GFX942 = {kind: ((16, Config(16, 64, 128, 4, 2)), (_BIG, Config(128, 128, 32, 8, 2))) for kind in _SM80}
 # fp32 runs on the FMA pipes (no tf32): small tiles, few registers.
 _FP32 = {kind: ((16, Config(16, 64, 32, 4, 2)), (_BIG, Config(64, 64, 32, 8, 2))) for kind in _SM80}
+_TABLES: Mapping[str, Mapping[str, tuple[tuple[int, Config], ...]]] = {
+    "sm_80": _SM80, "sm_86": _SM86, "sm_90": _SM90, "sm_100": _SM100, "gfx942": _GFX942,
+}  # fmt: skip
 
 
 def tables(itemsize: int, target: Target) -> Mapping[str, tuple[tuple[int, Config], ...]]:
     """The config rows that itemsize and target choose from."""
-    if itemsize >= 4:
-        return _FP32
-    if target.backend == "hip":
-        return _GFX942
-    if target.capability >= 100:
-        return _SM100
-    if target.capability >= 90:
-        return _SM90
-    return _SM80 if target.smem_bytes >= 160 * 1024 else _SM86
+    return _FP32 if itemsize >= 4 else _TABLES[target.family]
 
 
 def configure(m: int, itemsize: int, target: Target, kind: str) -> Config:

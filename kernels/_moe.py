@@ -19,6 +19,7 @@ from torch import Tensor
 from ._lang import next_power_of_2, tl, triton
 from ._launch import descriptor, tma_ready
 from ._math import ACTIVATIONS, activate, activate_grad, plain_activate, plain_activate_backward, sigmoid, tile_order
+from ._moe_index import max_tiles
 from ._spec import Args, ShapeError, Sizes
 from ._target import Target
 
@@ -72,11 +73,6 @@ def _sides(sizes: Sizes, name: str, transposed: bool) -> tuple[int, int]:
     """(out, in) features of a weight stored `experts out in`, or transposed `experts in out`."""
     a, b = sizes[f"{name}_rows"], sizes[f"{name}_columns"]
     return (b, a) if transposed else (a, b)
-
-
-def max_tiles(rows: int, experts: int, tile_rows: int) -> int:
-    """Rows of the tile table: no routing makes more tiles."""
-    return rows // tile_rows + min(experts, rows)
 
 
 def touched(sizes: Sizes, args: Args) -> float:
@@ -189,19 +185,12 @@ _FP32: Table = {
     "stream": {16: Config(16, 64, 2, 2), 32: Config(16, 32, 4, 2), 64: Config(16, 32, 4, 2)},
     "vector": Config(4, 256, 4, 2), "vector_columns": Config(64, 16, 4, 2),
 }  # fmt: skip
+_TABLES = {"sm_80": _SM80, "sm_86": _SM86, "sm_90": _SM90, "sm_100": _SM100, "gfx942": _GFX942}
 
 
 def table(itemsize: int, target: Target) -> Table:
     """The configs that itemsize and target choose from."""
-    if itemsize >= 4:
-        return _FP32
-    if target.backend == "hip":
-        return _GFX942
-    if target.capability >= 100:
-        return _SM100
-    if target.capability >= 90:
-        return _SM90
-    return _SM80 if target.smem_bytes >= 160 * 1024 else _SM86
+    return _FP32 if itemsize >= 4 else _TABLES[target.family]
 
 
 def choose_tile_rows(tokens: int, top_k: int, experts: int, itemsize: int, target: Target) -> int:

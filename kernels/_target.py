@@ -38,6 +38,14 @@ class Target:
         """Tensor descriptors are hardware (below sm_90 the compiler rewrites them to pointers and spills)."""
         return self.capability >= 90
 
+    @property
+    def family(self) -> str:
+        """Whose configs it takes: "gfx942", "sm_100", "sm_90", "sm_80", or "sm_86" for all with less shared memory than that."""
+        if self.backend == "hip":
+            return "gfx942"
+        newer = next((n for n in (100, 90) if self.capability >= n), None)
+        return f"sm_{newer}" if newer else "sm_80" if self.smem_bytes >= 160 * _KB else "sm_86"
+
 
 _KB, _MB = 1024, 1024 * 1024
 TARGETS = {
