@@ -171,16 +171,21 @@ def test_a_layer_its_mixture_and_its_experts_alone(tmp_path: Path, family: str, 
     load_safetensors(target, tmp_path, prefix=prefix)
     assert same(dict(target.state_dict()), want)
     theirs = build(family).get_submodule((LAYER + part).removesuffix("."))
-    nn.init.zeros_(next(theirs.parameters()))
+    for parameter in theirs.parameters():
+        parameter.data.zero_()
     load_safetensors(theirs, tmp_path, prefix=LAYER + part)
     assert same(dict(theirs.state_dict()), want)
 
     save_safetensors(target, tmp_path / "part.safetensors", expert_names=family)
     whole = {key: value for file in tmp_path.glob("model-*.safetensors") for key, value in load_file(file).items()}
     assert same(load_file(tmp_path / "part.safetensors"), of_layer(whole, prefix))
-    again = plain(want, "cpu")
-    load_safetensors(again, tmp_path / "part.safetensors")
-    assert same(dict(again.state_dict()), want)
+    save_safetensors(theirs, tmp_path / "theirs.safetensors", expert_names=family)
+    assert same(load_file(tmp_path / "theirs.safetensors"), of_layer(whole, prefix))
+    for again in (plain(want, "cpu"), theirs):
+        for parameter in again.parameters():
+            parameter.data.zero_()
+        load_safetensors(again, tmp_path / "part.safetensors")
+        assert same(dict(again.state_dict()), want)
 
 
 def test_the_prefix_is_found_and_only_what_is_needed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,6 +263,10 @@ WRONG: dict[str, tuple[Change, str]] = {
         lambda t: t.update({f"{LAYER}mlp.experts.gate_up_proj": stacked(t, 1)}),
         rf"'{LAYER}\S+' and '{LAYER}\S+' are both '{LAYER}mlp\.experts\.gate_up_proj' of the model, under names of two layouts$",
     ),
+    "both families' modules": (
+        lambda t: t.update({f"{LAYER}mlp.experts.7.w1.weight": t.pop(f"{EXPERTS}7.w1.weight")}),
+        r"\.w1\.weight' and '\S+7\.w1\.weight' are both '\S+gate_up_proj' of the model, under names of two layouts$",
+    ),
     "both families' names": (
         lambda t: t.update({f"{EXPERTS}7.gate_proj.weight": t.pop(f"{EXPERTS}7.w1.weight")}),
         r"\.w1\.weight' and '\S+7\.gate_proj\.weight' are both '\S+gate_up_proj' of the model, under names of two layouts$"
@@ -277,11 +286,13 @@ def test_what_cannot_be_right_is_named_and_changes_nothing(tmp_path: Path, wrong
     save_file(tensors, tmp_path / "model.safetensors")
     target: nn.Module = {"model": model, "meta": on_meta(model), "module": plain(dict(model.state_dict()), "cpu")}[kind]
     before = dict(target.state_dict(keep_vars=True))
-    values = {} if kind == "meta" else state(target)
-    with pytest.raises(CheckpointError, match=message):
-        load_safetensors(target, tmp_path)
-    after = target.state_dict(keep_vars=True)
-    assert all(after[key] is value for key, value in before.items()) and (kind == "meta" or state(target) == values)
+    for value in before.values():
+        value.data.zero_()
+    for strict in (True, False) if wrong != "no expert" else (True,):
+        with pytest.raises(CheckpointError, match=message):
+            load_safetensors(target, tmp_path, strict=strict)
+        after = target.state_dict(keep_vars=True)
+        assert all(after[key] is value and (value.is_meta or not value.any()) for key, value in before.items())
 
 
 def test_what_is_wrong_in_another_layer_is_no_matter(tmp_path: Path) -> None:
@@ -305,13 +316,30 @@ def test_stacked_checkpoints_are_read_as_they_are(tmp_path: Path) -> None:
         assert same(dict(target.state_dict()), dict(model.state_dict()))
 
 
+def test_each_tensor_may_have_its_own_layout(tmp_path: Path) -> None:
+    model = build("mixtral")
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[f"{LAYER}mlp.experts.gate_up_proj"] = stacked(tensors, 1)
+    for name in [name for name in tensors if re.match(rf"{re.escape(EXPERTS)}\d+\.w[13]", name)]:
+        del tensors[name]
+    save_file(tensors, tmp_path / "model.safetensors")
+    for target in (on_meta(model), plain(dict(model.state_dict()))):
+        load_safetensors(target, tmp_path)
+        assert same(dict(target.state_dict()), dict(model.state_dict()))
+
+
 def test_a_module_that_holds_its_experts_one_by_one_keeps_them(tmp_path: Path) -> None:
     model = build("qwen2_moe")
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    target = plain(tensors)
-    load_safetensors(target, tmp_path)
-    assert same(dict(target.state_dict()), tensors)
+    mixed = {**of_layer(tensors, "model.layers."), **of_layer(model.state_dict(), "model.layers.")}
+    mixed = {key: value for key, value in mixed.items() if ("experts." in key) and (key[0] == "1") == (".weight" not in key)}
+    assert mixed.keys() > {"1.mlp.experts.gate_up_proj", "2.mlp.experts.11.up_proj.weight"} and len(mixed) == 38
+    for want, prefix in ((tensors, ""), (mixed, "model.layers")):
+        target = plain(want)
+        load_safetensors(target, tmp_path, prefix=prefix, strict=not prefix)
+        assert same(dict(target.state_dict()), want)
 
 
 def test_transposed_experts_are_not_filled_from_names_that_are_not_theirs(tmp_path: Path) -> None:

@@ -39,16 +39,18 @@ FAMILIES: dict[str, ExpertNames] = {
     "gpt_oss": ExpertNames({}),  # transposed, interleaved and with biases, in files as in the module
 }  # fmt: skip
 
-_STYLES = tuple({id(names): names for names in FAMILIES.values()}.values())
-_ROWS = {layer: (stacked, layers) for names in _STYLES for stacked, layers in names.layers.items() for layer in layers}
-_OLD_BLOCKS = tuple(names.block for names in _STYLES if names.block != _BLOCK)
+# Linear layer -> the stacked tensor that has its weights among its rows, and the layers of all these rows.
+_ROWS = {
+    layer: (stacked, layers) for names in FAMILIES.values() for stacked, layers in names.layers.items() for layer in layers
+}
+_OLD_BLOCKS = sorted({names.block for names in FAMILIES.values()} - {_BLOCK})
 # The experts' own module has no "experts." before its keys.
 _PART = re.compile(rf"((?:.*\.)?experts\.|)(0|[1-9]\d*)\.({'|'.join(_ROWS)})\.weight")
 
 
 @dataclass(frozen=True)
 class Part:
-    """One matrix of an expert: its number, the rows it is among the ``layers`` of the tensor `stacked`, a full name."""
+    """The weight of linear layer ``layer`` of expert number ``expert``; ``start`` is what names have before the number."""
 
     start: str
     expert: int
@@ -56,14 +58,17 @@ class Part:
 
     @property
     def stacked(self) -> str:
+        """Name of the stacked tensor it belongs to."""
         return self.start + _ROWS[self.layer][0]
 
     @property
     def layers(self) -> tuple[str, ...]:
+        """The linear layers that this tensor holds of each expert."""
         return _ROWS[self.layer][1]
 
     @property
     def name(self) -> str:
+        """Its own name."""
         return f"{self.start}{self.expert}.{self.layer}.weight"
 
 
