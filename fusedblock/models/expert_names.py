@@ -40,9 +40,7 @@ FAMILIES: dict[str, ExpertNames] = {
 }  # fmt: skip
 
 # Linear layer -> the stacked tensor that has its weights among its rows, and the layers of all these rows.
-_ROWS = {
-    layer: (stacked, layers) for names in FAMILIES.values() for stacked, layers in names.layers.items() for layer in layers
-}
+_ROWS = {layer: (stacked, layers) for names in FAMILIES.values() for stacked, layers in names.layers.items() for layer in layers}
 _OLD_BLOCKS = sorted({names.block for names in FAMILIES.values()} - {_BLOCK})
 # The experts' own module has no "experts." before its keys.
 _PART = re.compile(rf"((?:.*\.)?experts\.|)(0|[1-9]\d*)\.({'|'.join(_ROWS)})\.weight")
