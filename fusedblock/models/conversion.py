@@ -1,10 +1,12 @@
 """Names and layouts in a checkpoint against those of the running module.
 
-transformers 5 runs some weights in another layout than checkpoints hold them (``mlp.experts.gate_up_proj`` of Mixtral is merged
-from ``block_sparse_moe.experts.N.w1`` and ``w3``) and keeps the rules as data. They are applied here lazily, one tensor of the
-module at a time. Models without rules, such as Llama, pass through; nothing is imported unless transformers already is.
+transformers 5 runs some weights in another layout than checkpoints hold them and keeps the rules as data. They are applied here
+lazily, one tensor of the module at a time. Models without rules, such as Llama, pass through; nothing is imported unless
+transformers already is.
 
-The old names of the layers in the table of architectures are data there, so that a FusedBlock needs no transformers.
+The experts of a mixture (``mlp.experts.gate_up_proj`` of Mixtral is merged from ``block_sparse_moe.experts.N.w1`` and ``w3``) are
+merged here for every module that stacks them, whether transformers has rules for it or not: see `expert_names`. The old names of
+the layers in the table of architectures are data there. So neither a FusedBlock nor any other module needs transformers.
 """
 
 from __future__ import annotations
@@ -12,48 +14,35 @@ from __future__ import annotations
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..io import Checkpoint, CheckpointError
-from . import table
+from . import expert_names, sources, table
 from .block_config import BlockConfig
+from .expert_names import Part
+from .sources import Source
+
+Shapes = Mapping[str, Sequence[int]]
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where the values of one tensor of a module come from: one tensor of a checkpoint, or several merged."""
-
-    names: tuple[str, ...]
-    file: Path
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    read: Callable[[], Tensor]
-
-    @property
-    def name(self) -> str:
-        """The first name, and how many follow."""
-        return repr(self.names[0]) + (f" and {len(self.names) - 1} others merged with it" if len(self.names) > 1 else "")
-
-
-def sources_of(target: nn.Module, keys: Collection[str], checkpoint: Checkpoint) -> dict[str, Source]:
+def sources_of(target: nn.Module, keys: Shapes, checkpoint: Checkpoint) -> dict[str, Source]:
     """The tensors of ``checkpoint`` by the names they have in the running model.
 
     Args:
         target: the module to be filled, or a part of it.
-        keys: its state-dict keys; a checkpoint name among them is taken as it is.
+        keys: its state-dict keys with the shapes of their tensors; a checkpoint name among them is taken as it is.
         checkpoint: an open checkpoint.
 
     Raises:
-        CheckpointError: two names mean the same tensor, or a merge is impossible (an expert lacks a weight).
+        CheckpointError: two names mean the same tensor, or a merge by a rule of transformers is impossible.
     """
     rules, rename, listed = _rules(target), renamer(target, keys), list(checkpoint)
+    experts: dict[str, dict[str, Part | None]] = defaultdict(dict)
     by_pattern: dict[str, Any] = {}
     if rules:
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -64,14 +53,23 @@ def sources_of(target: nn.Module, keys: Collection[str], checkpoint: Checkpoint)
         listed.sort(key=dot_natural_key)  # experts are merged in this order
     parts: dict[str, list[tuple[str, str | None]]] = defaultdict(list)
     for name in listed:
-        renamed, pattern = rename(name), None
+        (renamed, part), pattern = rename(name), None
         if rules and renamed not in keys:
-            renamed, pattern = rename_source_key(name, renamings, converters)
-            renamed = rename(renamed)
+            if expert_names.part_of(name):
+                renamed, part = rename(rename_source_key(name, renamings, [])[0])
+            if part is None:
+                renamed, pattern = rename_source_key(name, renamings, converters)
+                renamed, _ = rename(renamed)
         parts[renamed].append((name, pattern))
+        if part:
+            experts[renamed][name] = expert_names.part_of(name)
 
-    sources: dict[str, Source] = {}
+    found: dict[str, Source] = {}
     for renamed, pairs in parts.items():
+        if renamed in experts:
+            of = experts[renamed]
+            found[renamed] = sources.stacked(checkpoint, renamed, {name: of.get(name) for name, _ in pairs})
+            continue
         names = tuple(name for name, _ in pairs)
         first, pattern = pairs[0]
         if pattern is None:
@@ -79,7 +77,7 @@ def sources_of(target: nn.Module, keys: Collection[str], checkpoint: Checkpoint)
                 raise CheckpointError(
                     f"{checkpoint.file_of(names[1])}: {names[0]!r} and {names[1]!r} are both {renamed!r} of the model"
                 )
-            sources[renamed] = _plain(checkpoint, first)
+            found[renamed] = sources.plain(checkpoint, first)
             continue
 
         def merge(read: Callable[[str], Tensor], renamed: str = renamed, pairs: Any = pairs) -> dict[str, Tensor]:
@@ -99,28 +97,30 @@ def sources_of(target: nn.Module, keys: Collection[str], checkpoint: Checkpoint)
             return torch.empty(checkpoint.shape(name), dtype=checkpoint.dtype(name), device="meta")
 
         for key, value in merge(on_meta).items():
-            sources[key] = Source(
+            found[key] = Source(
                 names,
                 checkpoint.file_of(first),
                 tuple(value.shape),
                 value.dtype,
                 lambda key=key, merge=merge: merge(checkpoint.tensor)[key],  # type: ignore[misc]
             )
-    return sources
+    return found
 
 
-def renamer(target: nn.Module, keys: Collection[str]) -> Callable[[str], str]:
+def renamer(target: nn.Module, keys: Shapes) -> Callable[[str], tuple[str, Part | None]]:
     """The function from a name in a checkpoint, under any prefix, to what the target calls it under the same prefix.
 
-    It knows the old names of the table of architectures. Of a HuggingFace model it also adds the prefix of the base model to
+    It knows the old names of the table of architectures, and the names of experts: if the target has them stacked, the second
+    value says which part of the tensor is meant. Of a HuggingFace model it also adds the prefix of the base model to
     names that lack it, as ``from_pretrained`` does. A name that it does not know stays as it is.
     """
-    old = _old_names(target, keys)
+    stacked = expert_names.stacked_keys(keys)
+    old = expert_names.old_block_names(keys, stacked) | _old_names(target, keys)
     for key in keys:
         old |= {key.removesuffix(ours) + theirs: key for theirs, ours in table.OLD_PARAMETERS.items() if key.endswith(ours)}
     base = f"{base_prefix(target)}." if base_prefix(target) else ""
 
-    def rename(name: str) -> str:
+    def current(name: str) -> str:
         for given in (name, base + name):
             if given in keys or given in old:
                 return old.get(given, given)
@@ -130,6 +130,13 @@ def renamer(target: nn.Module, keys: Collection[str]) -> Callable[[str], str]:
             if name[end:] in old:
                 return name[:end] + old[name[end:]]
         return name
+
+    def rename(name: str) -> tuple[str, Part | None]:
+        if stacked and (part := expert_names.part_of(name)):
+            renamed = current(part.stacked)
+            if any(renamed[start:] in stacked for start in (0, *tails(renamed))):
+                return renamed, part
+        return current(name), None
 
     return rename
 
@@ -141,7 +148,7 @@ def tails(name: str) -> list[int]:
 
 def base_prefix(target: nn.Module) -> str:
     """The name under which a HuggingFace model with a head holds the model below, or an empty string."""
-    return str(target.base_model_prefix or "") if _is_pretrained(target) else ""
+    return str(target.base_model_prefix or "") if is_pretrained(target) else ""
 
 
 def ignored_patterns(target: nn.Module) -> list[str]:
@@ -185,7 +192,7 @@ def original_state(model: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str
     if isinstance(getattr(model, "config", None), BlockConfig):
         theirs = {key: name for name, key in _old_names(model, state).items()}
         return {theirs.get(key, key): value for key, value in state.items()}
-    if not _is_pretrained(model):
+    if not is_pretrained(model):
         return state
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -193,13 +200,8 @@ def original_state(model: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str
         return revert_weight_conversion(model, dict(state))
 
 
-def _plain(checkpoint: Checkpoint, name: str) -> Source:
-    return Source(
-        (name,), checkpoint.file_of(name), checkpoint.shape(name), checkpoint.dtype(name), lambda: checkpoint.tensor(name)
-    )
-
-
-def _is_pretrained(module: nn.Module) -> bool:
+def is_pretrained(module: nn.Module) -> bool:
+    """Whether it is a HuggingFace model, which knows the names in its checkpoints."""
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(module, transformers.PreTrainedModel)
 
@@ -210,7 +212,7 @@ def _config(target: nn.Module) -> Any:
 
 def _rules(target: nn.Module) -> list[Any]:
     """The rules of the model that ``target`` is or is a layer of."""
-    if _is_pretrained(target):
+    if is_pretrained(target):
         from transformers.conversion_mapping import get_model_conversion_mapping
 
         return get_model_conversion_mapping(target, add_legacy=False)

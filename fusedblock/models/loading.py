@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from ..io import Checkpoint, CheckpointError, names_of, write_checkpoint
-from .conversion import Source, base_prefix, has_rules, ignored_patterns, original_state, renamer, sources_of, tails
+from . import expert_names as names_of_experts
+from .conversion import base_prefix, has_rules, ignored_patterns, is_pretrained, original_state, renamer, sources_of, tails
+from .sources import LISTED, Source, listed
 
 __all__ = ["CheckpointError", "LoadReport", "load_safetensors", "save_safetensors"]
 
 # Llama checkpoints of 2023 hold the RoPE frequencies of every layer; transformers ignores them as well.
 _LEGACY_KEYS = (r"rotary_emb\.inv_freq$",)
-_LISTED = 20  # problems, keys or prefixes spelled out in one message
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class LoadReport:
     def __str__(self) -> str:
         counts = f"{len(self.loaded)} loaded, {len(self.missing)} missing, {len(self.unexpected)} unexpected"
         named = {"missing": self.missing, "unexpected": self.unexpected}
-        return "\n".join([counts, *(f"{kind}: {_listed(keys)}" for kind, keys in named.items() if keys)])
+        return "\n".join([counts, *(f"{kind}: {listed(keys)}" for kind, keys in named.items() if keys)])
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,10 @@ def load_safetensors(
             HuggingFace models and FusedBlock, that is the layer of this index. For a HuggingFace model, its
             ``base_model_prefix`` may be missing from the names, or be there too much.
 
+    Experts that the target has stacked, ``mlp.experts.gate_up_proj`` [expert, 2 * ffn, hidden] and ``down_proj`` [expert, hidden,
+    ffn], are read from the same tensors or from one matrix per expert and linear layer, ``mlp.experts.N.gate_proj.weight`` or
+    ``block_sparse_moe.experts.N.w1.weight``, each straight into its place, with or without transformers.
+
     Names that transformers has changed since, and buffers that its layers no longer have, are known for every family in the
     table of architectures, without transformers. Of a HuggingFace model, what its class says of unexpected and missing keys is
     no error either; a missing one keeps its values, so on meta it is one all the same.
@@ -119,10 +124,11 @@ def load_safetensors(
     groups = _tied_groups(slots)
     where = torch.device("cpu" if device is None else device)
     prefix = prefix.removesuffix(".") + "." if prefix else prefix
-    keys = {slot.key for slot in slots}
+    keys = {slot.key: slot.tensor.shape for slot in slots}
     rules = has_rules(target)  # then what a name becomes may depend on all of it, prefix and all
     if prefix is None and not rules:
-        prefix = _find_prefix(target, groups, set(map(renamer(target, keys), names_of(path))), Path(path))
+        rename = renamer(target, keys)
+        prefix = _find_prefix(target, groups, {rename(name)[0] for name in names_of(path)}, Path(path))
     with Checkpoint(path, "" if rules else prefix or "") as checkpoint:
         sources = sources_of(target, keys, checkpoint)
         if prefix is None:
@@ -134,7 +140,7 @@ def load_safetensors(
         # from here on the target changes
         for load, tensor in zip(loads, fresh):
             if tensor is None:
-                load.slots[0].tensor.copy_(load.source.read())
+                load.source.copy_to(load.slots[0].tensor)
                 continue
             for slot in load.slots:
                 slot.holder[slot.leaf] = tensor
@@ -144,7 +150,11 @@ def load_safetensors(
 
 
 def save_safetensors(
-    source: nn.Module | Mapping[str, Tensor], path: str | os.PathLike[str], *, max_shard_size: int | str = "5GB"
+    source: nn.Module | Mapping[str, Tensor],
+    path: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str = "5GB",
+    expert_names: str | None = None,
 ) -> list[Path]:
     """Write weights as a safetensors checkpoint, bit for bit, under their own names.
 
@@ -157,11 +167,15 @@ def save_safetensors(
         path: a directory (for a HuggingFace model the one with its ``config.json``), or one ``.safetensors`` file.
         max_shard_size: bytes, or a string such as ``"5GB"`` (10^9 bytes); more than that makes shards and an index, and for a
             single file is an error.
+        expert_names: a model_type such as "mixtral" or "qwen3_moe": stacked experts, ``mlp.experts.gate_up_proj`` [expert,
+            2 * ffn, hidden] and ``down_proj`` [expert, hidden, ffn], are written one by one under the names of its checkpoints.
+            None leaves them stacked, which transformers reads too. Not for a HuggingFace model, which has names of its own.
 
     Returns:
         The files written, the index last.
 
     Raises:
+        ValueError: ``expert_names`` is unknown, or ``source`` is a HuggingFace model or has no such experts.
         TypeError, ValueError: see `fusedblock.io.write_checkpoint`, which also says what an interrupted save leaves behind.
     """
     if isinstance(source, nn.Module):
@@ -170,7 +184,12 @@ def save_safetensors(
         first: dict[object, str] = {}
         for key, value in state.items():
             first.setdefault(_identity(value) if isinstance(value, Tensor) else key, key)
-        source = original_state(source, {key: state[key] for key in first.values()})
+        if expert_names is not None and is_pretrained(source):
+            raise ValueError(f"expert_names={expert_names!r}: a HuggingFace model has the names of its own model_type")
+        own = {key: state[key] for key in first.values()}
+        source = own if expert_names is not None else original_state(source, own)
+    if expert_names is not None:
+        source = names_of_experts.split(source, expert_names)
     return write_checkpoint(source, path, max_shard_size)
 
 
@@ -263,17 +282,17 @@ def _find_prefix(target: nn.Module, groups: list[tuple[_Slot, ...]], names: Coll
         if near:
             best = max(near, key=found.__getitem__)
             lacking = [group[0].key for group in groups if not any(best + slot.key in names for slot in group)]
-            text = f"; {best!r} comes nearest and lacks {_listed(lacking)}"
+            text = f"; {best!r} comes nearest and lacks {listed(lacking)}"
         if complete:
-            text = f"the target is layer {index}, but its keys are only under {_listed(complete)}{text}"
+            text = f"the target is layer {index}, but its keys are only under {listed(complete)}{text}"
         elif near:
             text = f"no prefix has all keys of the target{text}"
         else:
-            text = f"the target is layer {index}, and no prefix has all its keys, nor any of that layer: {_listed(sorted(found))}"
+            text = f"the target is layer {index}, and no prefix has all its keys, nor any of that layer: {listed(sorted(found))}"
         raise CheckpointError(f"{path}: {text}. Pass prefix= to load {'one of them' if complete or not near else 'it'}")
     if len(fitting) > 1:
         raise CheckpointError(
-            f"{path}: the keys of the target are under several prefixes: {_listed(fitting)}. Pass one as prefix="
+            f"{path}: the keys of the target are under several prefixes: {listed(fitting)}. Pass one as prefix="
         )
     return fitting[0]
 
@@ -309,18 +328,14 @@ def _plan(
         if not found:
             missing += [slot.key for slot in group]
             continue
-        problem = _contradiction(found)
-        for slot, source in ((slot, sources[slot.key]) for slot in group if slot.key in sources):
-            expected = tuple(slot.tensor.shape)
-            if source.shape != expected:
-                problem = f"{source.file}: {source.name} has shape {source.shape}, the target {expected}"
+        shape = tuple(group[0].tensor.shape)
+        wrong = [text for source in found for text in source.mismatches(shape)] or _contradiction(found)
         wanted = _wanted_dtype(target, group[0], found[0], dtype)
         if isinstance(wanted, str):
-            problem = problem or wanted
-        elif problem is None:
+            wrong = wrong or [wanted]
+        elif not wrong:
             loads.append(_Load(group, found[0], wanted))
-        if problem is not None:
-            problems.append(problem)
+        problems += wrong
 
     keys = {slot.key for group in groups for slot in group}
     extra = [(key, source) for key, source in sources.items() if key not in keys]
@@ -339,13 +354,13 @@ def _plan(
             if not any(re.search(pattern, key) for pattern in ignored)
         ]
     if problems:
-        more = [f"and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else []
-        raise CheckpointError("\n".join(problems[:_LISTED] + more))
+        more = [f"and {len(problems) - LISTED} more"] if len(problems) > LISTED else []
+        raise CheckpointError("\n".join(problems[:LISTED] + more))
     loaded = tuple(slot.key for load in loads for slot in load.slots)
     return loads, LoadReport(loaded, tuple(missing), tuple(name for _, source in extra for name in source.names))
 
 
-def _contradiction(sources: list[Source]) -> str | None:
+def _contradiction(sources: list[Source]) -> list[str]:
     """The names of one tied tensor must agree, else which of them wins would be a matter of chance."""
     first = sources[0]
     for other in sources[1:]:
@@ -355,8 +370,8 @@ def _contradiction(sources: list[Source]) -> str | None:
             difference = "hold different values"
         else:
             continue
-        return f"{other.file}: {first.name} and {other.name} are one tensor in the target, but {difference}"
-    return None
+        return [f"{other.file}: {first.name} and {other.name} are one tensor in the target, but {difference}"]
+    return []
 
 
 def _same_bits(left: Tensor, right: Tensor) -> bool:
@@ -400,7 +415,8 @@ def _new_tensor(load: _Load, device: torch.device) -> Tensor | None:
     old = load.slots[0].tensor
     if not old.is_meta:
         return None
-    new = torch.empty(load.source.shape, dtype=load.dtype, device=device).copy_(load.source.read())
+    new = torch.empty(load.source.shape, dtype=load.dtype, device=device)
+    load.source.copy_to(new)
     if isinstance(old, nn.Parameter):
         new = nn.Parameter(new, requires_grad=old.requires_grad)
     new.__dict__.update(old.__dict__)
@@ -461,8 +477,3 @@ def _shadow(module: nn.Module, device: torch.device) -> nn.Module:
         name: None if child is None else _shadow(child, device) for name, child in module._modules.items()
     }
     return shadow
-
-
-def _listed(items: Sequence[str]) -> str:
-    shown = ", ".join(repr(item) for item in items[:_LISTED])
-    return shown + (f" and {len(items) - _LISTED} more" if len(items) > _LISTED else "")
