@@ -33,9 +33,10 @@ from ._target import target_of
 
 def configure(tokens: int, experts: int) -> tuple[int, bool]:
     """(tokens of a tile, whether one program does all)."""
-    most = max(16, 8192 // index_block(experts))
-    tile = max(16, next_power_of_2(tokens))
-    return (tile, True) if tile <= min(64, most) else (min(64, most), False)
+    most = min(64, max(16, 8192 // index_block(experts)))
+    if tokens > most:
+        return most, False
+    return next(t for t in (16, 32, 64) if tokens <= t), True  # compared, not computed: a traced length stays a length
 
 
 def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
