@@ -212,7 +212,7 @@ def choose_tile_rows(tokens: int, top_k: int, experts: int, itemsize: int, targe
     if average >= 64 and tokens > STREAM_TOKENS:
         return 64 if itemsize >= 4 else 128
     most = min(2 * tokens * top_k // max(experts, 1), tokens)
-    return next((rows for rows in (16, 32) if most <= rows), 64)  # compared, not computed: a traced length stays a length
+    return next((rows for rows in (16, 32) if most <= rows), 64)  # compared, not computed: a length that is traced stays one
 
 
 def configure(kind: str, tile_rows: int, itemsize: int, target: Target) -> Config:
