@@ -7,6 +7,7 @@ import importlib
 from typing import Any
 
 import mixtures
+import peft
 import pytest
 import torch
 import transformers
@@ -136,6 +137,30 @@ def test_autocast(family: str) -> None:
     kinds = [kind for kind in want[1] if "experts" in kind]
     assert got[0].dtype is plain[0].dtype and all(got[1][kind].dtype is torch.float32 for kind in kinds)
     assert_rule(got[:2], want[:2], plain[:2], kinds, torch.bfloat16)
+
+
+@pytest.mark.parametrize("family", ("mixtral", "gpt_oss"))
+def test_lora_on_the_experts(family: str) -> None:
+    """PEFT adapts the 3-D weights as they are read."""
+    model = mixtures.build(family)
+    parameters = ["experts.gate_up_proj", "experts.down_proj"]
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=parameters))
+    ids, mask = prompt(pad=3)
+    before = adapted(input_ids=ids, attention_mask=mask).logits.detach()
+    g = torch.Generator().manual_seed(6)
+    for name, p in adapted.named_parameters():
+        if "lora_" in name:
+            p.data = 0.1 * torch.randn(p.shape, generator=g)
+    found = []
+    for which in ("eager", "fusedblock"):
+        model.set_experts_implementation(which)
+        adapted.zero_grad()
+        out = adapted(input_ids=ids, attention_mask=mask).logits
+        out[mask.bool()].square().sum().backward()
+        found.append([out.detach(), *by_kind(adapted).values()])
+    assert relative_error(found[0][0], before) > 0.1 and len(found[0]) > 4
+    for want, got in zip(*found, strict=True):
+        assert relative_error(got, want) < 1e-5
 
 
 # ---- experts modules by themselves -----------------------------------------------------------------------------------------

@@ -50,13 +50,14 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     from .. import ops  # on first use: it brings the kernels
 
     activation, alpha, limit = _gate(module)
-    names = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
-    parameters = [getattr(module, name) if module.has_bias or "bias" not in name else None for name in names]
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
-    if torch.is_autocast_enabled(x.device.type):  # which casts for torch's own products
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, *parameters = (None if t is None else t.to(dtype) for t in (x, *parameters))
-    gate_up, down, gate_up_bias, down_bias = parameters
+    # Under autocast as torch's own products have it.
+    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
+    x, gate_up, down = (t if dtype is None else t.to(dtype) for t in (x, module.gate_up_proj, module.down_proj))
+    gate_up_bias = down_bias = None
+    if module.has_bias:
+        biases = module.gate_up_proj_bias, module.down_proj_bias
+        gate_up_bias, down_bias = biases if dtype is None else (t.to(dtype) for t in biases)
     tokens, top_k, experts = x.shape[0], top_k_index.shape[-1], gate_up.shape[0]
     tile_rows = ops.choose_tile_rows(tokens, top_k, experts, x.dtype.itemsize, ops.target_of(x.device))
     index = ops.moe_index(top_k_index, experts, tile_rows)
