@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
 from fusedblock import ops
-from fusedblock.blocks import Mixed, MoeSpec, MoeWeights, fixed_mixture, mixture
+from fusedblock.blocks import Mixed, MoeSpec, MoeWeights, fixed_mixture, mixture, moe
+from fusedblock.kernels import _replay
 from fusedblock.models.experts import _gate
 from fusedblock.models.routers import ROUTERS
 
@@ -155,6 +156,30 @@ def test_launches_of_a_mixture(family: str, seq: int, most: int) -> None:
     with torch.no_grad(), recording("sm_90") as launches:
         mixture(spec, weights, x)
     assert 4 <= len(launches) <= most
+
+
+@pytest.mark.parametrize(("family", "tokens", "steps"), (("mixtral", 1, 4), ("deepseek_v3", 18, 6), ("gpt_oss", 70, 6)))
+def test_launches_of_a_mixture_can_be_replayed(family: str, tokens: int, steps: int) -> None:
+    """Recorded for some tokens, right for others, which choose other experts."""
+    spec, weights = read(family, make(family).to(torch.bfloat16))
+    weights = MoeWeights(*(None if t is None else t.detach() for t in weights))
+    first, second = (torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (7, 8))
+    rest = fixed_mixture(spec, weights).args
+    given = [t for t in weights if t is not None]
+    with recording("sm_90"):
+        _, program = _replay.record(lambda: moe._compose(ops.direct, first, *rest), [first, *given])
+        assert program is not None and len(program.steps) == steps
+        for x in (first, second):
+            want, got = moe._compose(ops.direct, x, *rest), Mixed(*program.run([x, *given]))
+            assert all(torch.equal(a, b) for a, b in zip(want, got))
+    assert not torch.equal(want.indices, moe._compose(ops.direct, first, *rest).indices)
+
+
+@pytest.mark.parametrize("family", ("mixtral", "deepseek_v3", "gpt_oss"))
+def test_opcheck(family: str) -> None:
+    spec, weights = read(family, make(family).float().requires_grad_(False))
+    args = fixed_mixture(spec, weights).args
+    torch.library.opcheck(torch.ops.fusedblock.mixture.default, (inputs(torch.float32, 9).view(-1, HIDDEN), *args))
 
 
 @pytest.mark.parametrize("family", ("mixtral", "qwen2_moe", "deepseek_v3"))
