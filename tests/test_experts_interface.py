@@ -240,6 +240,33 @@ def test_slots_of_other_ranks_have_no_part(family: str, kernels: bool) -> None:
         assert relative_error(b, a) < 1e-5
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", (1, 11, 70))
+@pytest.mark.parametrize(("family", "name"), (("mixtral", "Mixtral"), ("gpt_oss", "GptOss")))
+def test_the_host_waits_for_nothing(family: str, name: str, tokens: int) -> None:
+    """Forward and backward, once everything is compiled."""
+    made = module(family, name, **SMALL, num_local_experts=5)
+    want = results(made, "eager", *routed(tokens))
+    g = torch.Generator().manual_seed(1)
+    x, grad = (2 * torch.randn(tokens, 24, generator=g) for _ in range(2))
+    made.cuda().config._experts_implementation = "fusedblock"
+    x, grad, indices, weights = (t.cuda() for t in (x, grad, *routed(tokens)))
+    leaves = [x.requires_grad_(), weights.requires_grad_(), *made.parameters()]
+
+    def run() -> list[Tensor]:
+        out = made(x, indices, weights)
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+    run()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for a, b in zip(want, got, strict=True):
+        assert relative_error(b.cpu(), a) < 1e-5
+
+
 def test_no_tokens_and_views() -> None:
     made = module("mixtral", "Mixtral", **SMALL, num_local_experts=5)
     out = made(torch.zeros(0, 24), torch.zeros(0, 2, dtype=torch.long), torch.zeros(0, 2))
