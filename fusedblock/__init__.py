@@ -4,7 +4,7 @@
     FusedBlock, BlockConfig, KVCache             one layer as a module of its own, without transformers
     load_safetensors, save_safetensors           weights, under their original names
     measure                                      launches, HBM bytes, FLOPs and time before and after fusion
-    register_attention                           "fusedblock" as an attention implementation of transformers
+    register_attention, register_experts         "fusedblock" as an attention and an experts implementation of transformers
     options                                      debug checks, equal bits from run to run, equal bits whatever the batch
     attention, flash_attn_func, flash_attn_varlen_func, explain_attention       attention in every form; which kernels, and why
     rms_norm, layer_norm, qkv_rope, rope, linear, gated_mlp, plain_mlp          the other operators
@@ -29,7 +29,7 @@ _PUBLIC = {
     "BlockConfig": "models", "FusedBlock": "models", "KVCache": "cache",
     "explain": "models", "fuse": "models", "unfuse": "models",
     "load_safetensors": "models", "save_safetensors": "models",
-    "measure": "metering", "register_attention": "models",
+    "measure": "metering", "register_attention": "models", "register_experts": "models",
 }  # fmt: skip
 
 __all__ = sorted([*_PUBLIC, "options"])  # noqa: PLE0605
@@ -47,7 +47,7 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *_PUBLIC])
 
 
-if sys.modules.get("transformers") is not None:  # else `register_attention` or `fuse`
+if sys.modules.get("transformers") is not None:  # else `register_attention`, `register_experts` or `fuse`
     from .models.interface import register_if_loaded
 
     register_if_loaded()

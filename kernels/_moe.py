@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._lang import next_power_of_2, tl, triton
+from ._lang import tl, triton
 from ._launch import descriptor, tma_ready
 from ._math import ACTIVATIONS, activate, activate_grad, plain_activate, plain_activate_backward, sigmoid, tile_order
 from ._moe_index import max_tiles
@@ -200,7 +200,8 @@ def choose_tile_rows(tokens: int, top_k: int, experts: int, itemsize: int, targe
     average = tokens * top_k / max(experts, 1)
     if average >= 64 and tokens > STREAM_TOKENS:
         return 64 if itemsize >= 4 else 128
-    return min(64, max(16, next_power_of_2(int(min(2 * average, tokens)))))
+    most = min(2 * tokens * top_k // max(experts, 1), tokens)
+    return next((rows for rows in (16, 32) if most <= rows), 64)  # compared, not computed: a length that is traced stays one
 
 
 def configure(kind: str, tile_rows: int, itemsize: int, target: Target) -> Config:

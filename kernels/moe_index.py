@@ -31,18 +31,22 @@ from ._spec import Args, Op, Sizes, Spec, Stage, Write
 from ._target import target_of
 
 
+def _most(experts: int) -> int:
+    """Tokens of a tile; no more, and one program does all."""
+    return min(64, max(16, 8192 // index_block(experts)))
+
+
 def configure(tokens: int, experts: int) -> tuple[int, bool]:
     """(tokens of a tile, whether one program does all)."""
-    most = max(16, 8192 // index_block(experts))
-    tile = max(16, next_power_of_2(tokens))
-    return (tile, True) if tile <= min(64, most) else (min(64, most), False)
+    most = _most(experts)
+    return (most, False) if tokens > most else (max(16, next_power_of_2(tokens)), True)
 
 
 def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
     tokens, experts = sizes["tokens"], args["experts"]
     found = index_axes("moe_index", tokens, sizes["top_k"], experts, args["tile_rows"])
-    block, single = configure(tokens, experts)
-    return {**found, "experts": experts} | ({} if single else {"token_tiles": cdiv(tokens, block)})
+    most = _most(experts)  # only compared with: a length that torch.compile traces stays one
+    return {**found, "experts": experts} | ({"token_tiles": cdiv(tokens, most)} if tokens > most else {})
 
 
 SPEC = Spec(

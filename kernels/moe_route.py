@@ -81,7 +81,7 @@ def configure(tokens: int, experts: int, itemsize: int, target: Target) -> Confi
             return split(block, False, 128 if itemsize < 4 else 64, 128 if itemsize < 4 else 64, 1)
         return Config(block, False, True, block, ep, 1, *_ring(block + ep, itemsize, target))
     if tokens <= 64:
-        tile = max(16, next_power_of_2(tokens))
+        tile = next(t for t in (16, 32, 64) if tokens <= t)  # compared, not computed: a length that is traced stays one
         return split(min(tile, most if ep <= 128 else most // 2), True, tile, 16, 8 if tokens <= 16 else 4)
     return split(min(16, most), False, 64, 64, 4)
 

@@ -286,7 +286,7 @@ def test_a_family_that_waits_is_refused_with_its_reason(command, tmp_path):
     MixtralConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2, num_key_value_heads=2).save_pretrained(tmp_path)
     result = run(command, tmp_path)
     assert result.exit_code == 2 and not result.stdout
-    assert "MixtralDecoderLayer: experts (MoE) have no kernel yet" in result.stderr
+    assert "MixtralDecoderLayer: layers with experts (MoE) are not fused yet" in result.stderr
 
 
 # ---- verify

@@ -1,6 +1,11 @@
-"""One decoder layer as a few launches: its numbers (BlockSpec), its plan, and the functional core that executes the plan."""
+"""One decoder layer as a few launches: its numbers (BlockSpec), its plan, and the functional core that executes the plan; and the
+MLP of a mixture of experts likewise (MoeSpec, mixture)."""
 
 from fusedblock.blocks.functional import BlockWeights, Slots, fixed, forward
+from fusedblock.blocks.moe import Mixed, MoeSpec, MoeWeights, fixed_mixture, mixture
 from fusedblock.blocks.plan import BlockSpec, Launch, Plan, plan
 
-__all__ = ["BlockSpec", "BlockWeights", "Launch", "Plan", "Slots", "fixed", "forward", "plan"]
+__all__ = [
+    "BlockSpec", "BlockWeights", "Launch", "Mixed", "MoeSpec", "MoeWeights", "Plan", "Slots", "fixed", "fixed_mixture", "forward",
+    "mixture", "plan",
+]  # fmt: skip

@@ -84,13 +84,13 @@ _KEPT = frozenset(n for n in BlockWeights._fields if "_norm" in n or n == "sinks
 
 
 @torch.compiler.assume_constant_result
-def _target_of(device: torch.device) -> Any:
+def target_of(device: torch.device) -> Any:
     """The target, which torch.compile cannot trace: it asks the device."""
     return ops.target_of(device)
 
 
 def _plan(spec: BlockSpec, x: Tensor, context: int, training: bool, scope: Scope, compute: torch.dtype, own: Own) -> Plan:
-    target, (batch, seq) = _target_of(x.device), x.shape[:2]
+    target, (batch, seq) = target_of(x.device), x.shape[:2]
     # Sizes that torch.compile keeps symbolic have no hash, and it warns of caches.
     symbolic = any(isinstance(n, torch.SymInt) for n in (batch, seq, context))
     choose = plan.__wrapped__ if symbolic or torch.compiler.is_compiling() else plan

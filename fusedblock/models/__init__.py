@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .block import FusedBlock
     from .block_config import BlockConfig
+    from .experts import register_experts
     from .explanation import explain
     from .interface import register_attention
     from .loading import CheckpointError, LoadReport, load_safetensors, save_safetensors
@@ -19,7 +20,7 @@ _PUBLIC = {
     "BlockConfig": "block_config", "FusedBlock": "block",
     "CheckpointError": "loading", "LoadReport": "loading", "load_safetensors": "loading", "save_safetensors": "loading",
     "Calls": "report", "Explanation": "report", "FusionReport": "report", "LayerExplanation": "report", "LayerRecord": "report",
-    "register_attention": "interface", "explain": "explanation", "fuse": "swap", "unfuse": "swap",
+    "register_attention": "interface", "register_experts": "experts", "explain": "explanation", "fuse": "swap", "unfuse": "swap",
 }  # fmt: skip
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "fuse",
     "load_safetensors",
     "register_attention",
+    "register_experts",
     "save_safetensors",
     "unfuse",
 ]

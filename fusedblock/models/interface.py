@@ -62,10 +62,13 @@ def register_attention() -> None:
 
 
 def register_if_loaded() -> None:
-    """register_attention, where transformers is there already and is one that has attention by name."""
-    if "transformers" in sys.modules:
-        with contextlib.suppress(ImportError, AttributeError):  # what else is wanted of us may work without
-            register_attention()
+    """register_attention and register_experts, where transformers is there already and is one that has them by name."""
+    from .experts import register_experts
+
+    for register in (register_attention, register_experts):
+        if "transformers" in sys.modules:
+            with contextlib.suppress(ImportError, AttributeError):  # what else is wanted of us may work without
+                register()
 
 
 def _leaves(function: Any) -> Iterator[tuple[str, Any]]:

@@ -320,14 +320,14 @@ OLD_PARAMETERS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "Laye
 SPECS = {spec.layer_class: spec for spec in _ENTRIES}
 FAMILIES = {spec.family: spec for spec in _ENTRIES}
 
-# Layers that transformers has and no kernel takes yet: class -> what is missing.
+# Layers of transformers that wait for something: class -> for what.
 WAITING = {
-    "GptOssDecoderLayer": "experts (MoE) have no kernel yet",
-    "MixtralDecoderLayer": "experts (MoE) have no kernel yet",
-    "Qwen2MoeDecoderLayer": "experts (MoE) have no kernel yet",
-    "Qwen3MoeDecoderLayer": "experts (MoE) have no kernel yet",
-    "OlmoeDecoderLayer": "experts (MoE) have no kernel yet",
-    "Glm4MoeDecoderLayer": "experts (MoE) have no kernel yet",
+    "GptOssDecoderLayer": "layers with experts (MoE) are not fused yet",
+    "MixtralDecoderLayer": "layers with experts (MoE) are not fused yet",
+    "Qwen2MoeDecoderLayer": "layers with experts (MoE) are not fused yet",
+    "Qwen3MoeDecoderLayer": "layers with experts (MoE) are not fused yet",
+    "OlmoeDecoderLayer": "layers with experts (MoE) are not fused yet",
+    "Glm4MoeDecoderLayer": "layers with experts (MoE) are not fused yet",
     "DeepseekV2DecoderLayer": "multi-head latent attention has no kernel yet",
     "DeepseekV3DecoderLayer": "multi-head latent attention has no kernel yet",
 }

@@ -1,0 +1,167 @@
+"""The MLP of a mixture of experts: its numbers (MoeSpec), its weights, and one composition of router, experts and shared expert.
+
+    routed = sum over the token's experts e of weight * down[e](gated(x @ gate_up[e].T))      chosen and weighted by the router
+    out    = routed + shared_down(act(shared_gate(x)) * shared_up(x)) * sigmoid(x @ shared_router.T)      with a shared expert
+
+Run two ways: through the dispatcher, where autograd records it, and behind one registered op where no gradient is wanted.
+"""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedblock import ops
+from fusedblock.blocks.functional import Call, target_of
+
+
+@dataclass(frozen=True)
+class MoeSpec:
+    """Numerics of a mixture's MLP. No tensors, no model names.
+
+    router: how experts are chosen and weighted. activation: "silu", "gelu", "gelu_tanh", "relu", "relu2", or ops.CLAMPED with
+    its alpha and limit. transposed, interleaved: how the experts' weights lie, see kernels/moe_experts.py.
+    shared_activation: of the shared expert.
+    """
+
+    router: ops.RouterSpec
+    activation: str = "silu"
+    alpha: float = 0.0
+    limit: float = 0.0
+    transposed: bool = False
+    interleaved: bool = False
+    shared_activation: str = "silu"
+
+
+class MoeWeights(NamedTuple):
+    """The live parameters, never copies. None: there is none.
+
+    router `experts hidden`; router_bias and router_correction `experts`; gate_up `experts 2*ffn hidden` and down
+    `experts hidden ffn`, or transposed `experts hidden 2*ffn` and `experts ffn hidden`; their biases `experts 2*ffn` and
+    `experts hidden`. shared_gate, shared_up `shared_ffn hidden`, shared_down `hidden shared_ffn`, shared_router `1 hidden`.
+    """
+
+    router: Tensor
+    gate_up: Tensor
+    down: Tensor
+    router_bias: Tensor | None = None
+    router_correction: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    shared_gate: Tensor | None = None
+    shared_up: Tensor | None = None
+    shared_down: Tensor | None = None
+    shared_router: Tensor | None = None
+
+
+class Mixed(NamedTuple):
+    """out `... hidden`; the router's logits `tokens experts`, and the weights and int32 indices `tokens top_k` of the chosen."""
+
+    out: Tensor
+    logits: Tensor
+    weights: Tensor
+    indices: Tensor
+
+
+def _routed(call: Call, spec: MoeSpec, w: MoeWeights, x: Tensor, training: bool) -> Mixed:
+    """x `tokens hidden` through its experts."""
+    tokens, experts = x.shape[0], w.gate_up.shape[0]
+    tile_rows = ops.choose_tile_rows(tokens, spec.router.top_k, experts, x.dtype.itemsize, target_of(x.device))
+    weights, indices, logits, *index = call(
+        "moe_route", x, w.router, w.router_bias, w.router_correction, *spec.router.numbers(x.dtype), tile_rows
+    )
+    out = call(
+        "moe_experts", x, w.gate_up, w.down, w.gate_up_bias, w.down_bias, weights, indices, *index, spec.activation, spec.alpha,
+        spec.limit, spec.transposed, spec.interleaved, tile_rows, training,
+    )[0]  # fmt: skip
+    return Mixed(out, logits, weights, indices)
+
+
+def _with_shared(call: Call, spec: MoeSpec, w: MoeWeights, x: Tensor, routed: Tensor, training: bool) -> Tensor:
+    """routed plus the shared expert's result, which its last product adds."""
+    g, _, _ = call("gated_mlp", x, w.shared_gate, w.shared_up, None, None, None, spec.shared_activation, 0.0, training)
+    if w.shared_router is not None:  # one number a token: as well before the last product as after it
+        g = g * torch.sigmoid(torch.nn.functional.linear(x, w.shared_router))
+    return call("linear", g, w.shared_down, None, routed, None, 1.0)[0]
+
+
+def _compose(call: Call, x: Tensor, *args: Any) -> Mixed:
+    """The registered op: launches of kernels and nothing else, so that they can be replayed."""
+    n, m = len(MoeWeights._fields), len(_ROUTER)
+    w, spec = MoeWeights(*args[:n]), MoeSpec(ops.RouterSpec(*args[n : n + m]), *args[n + m :])
+    mixed = _routed(call, spec, w, x, False)
+    if w.shared_gate is None:
+        return mixed
+    return mixed._replace(out=_with_shared(call, spec, w, x, mixed.out, False))
+
+
+_ROUTER = list(typing.get_type_hints(ops.RouterSpec).items())
+_OWN = [(name, kind) for name, kind in typing.get_type_hints(MoeSpec).items() if name != "router"]
+_WEIGHTS = [(n, Tensor | None if n in MoeWeights._field_defaults else Tensor) for n in MoeWeights._fields]
+_NUMBERS = [*((f"route_{name}", kind) for name, kind in _ROUTER), *_OWN]
+
+
+def _facts(args: tuple[Any, ...]) -> bool:
+    """Of weights and numbers: what decides how gated_mlp stacks two weights."""
+    w = MoeWeights(*args[: len(_WEIGHTS)])
+    return w.shared_gate is not None and w.shared_up is not None and w.shared_gate.data_ptr() < w.shared_up.data_ptr()
+
+
+_mixture = ops.define_composite("mixture", [("x", Tensor), *_WEIGHTS, *_NUMBERS], 4, _compose, _facts, 1)
+ops.refuse_gradients("mixture", "mixture: no gradients; fusedblock.blocks.mixture takes other ops where they are wanted")
+
+
+def _numbers(spec: MoeSpec) -> tuple[Any, ...]:
+    own = tuple(getattr(spec, name) for name, _ in _OWN)
+    return (*(getattr(spec.router, name) for name, _ in _ROUTER), *own)
+
+
+def fixed_mixture(spec: MoeSpec, weights: MoeWeights) -> ops.Fixed:
+    """What is the same in every call: who keeps it saves `mixture` from reading the layout of every weight anew."""
+    return ops.Fixed((*_inside(weights), *_numbers(spec)), _facts)
+
+
+def _inside(w: MoeWeights) -> MoeWeights:
+    """What the registered op takes: of a gated shared expert nothing, whose elementwise steps no launch replays."""
+    if w.shared_router is None:
+        return w
+    return w._replace(shared_gate=None, shared_up=None, shared_down=None, shared_router=None)
+
+
+def mixture(spec: MoeSpec, weights: MoeWeights, x: Tensor, *, kept: ops.Fixed | None = None) -> Mixed:
+    """The MLP of a mixture, x `... hidden`, of the weights' dtype. The residual is not added.
+
+    The weights of the experts are read where they are, and of few tokens only those that were chosen. Without gradients router,
+    experts and a shared expert that is not gated are one registered op. kept: fixed_mixture(spec, weights) of an earlier call.
+    Raises ShapeError or ValueError naming the argument.
+    """
+    _check(spec, weights, x)
+    rows, training = x.reshape(-1, x.shape[-1]), ops.wants_grad(x, *weights)
+    if training:
+        mixed = _routed(ops.dispatched, spec, weights, rows, True)
+    elif torch.compiler.is_compiling():
+        mixed = Mixed(*_mixture.op(rows, *_inside(weights), *_numbers(spec)))
+    else:
+        mixed = Mixed(*_mixture.straight((rows,), kept or fixed_mixture(spec, weights)))
+    out = mixed.out
+    if weights.shared_gate is not None and (training or weights.shared_router is not None):
+        out = _with_shared(ops.dispatched, spec, weights, rows, out, training)
+    return mixed._replace(out=out.view(x.shape))
+
+
+def _check(spec: MoeSpec, w: MoeWeights, x: Tensor) -> None:
+    """What no operator sees: the rest is theirs to refuse."""
+    if x.dim() < 1:
+        raise ops.ShapeError(f"mixture: x has shape {tuple(x.shape)}, expected (... hidden)")
+    router = spec.router
+    for name, wanted, t in (("bias", router.bias, w.router_bias), ("correction", router.correction_bias, w.router_correction)):
+        if wanted != (t is not None):
+            raise ValueError(f"mixture: router_{name} is {'None' if t is None else 'a tensor'}, but the router has it: {wanted}")
+    shared = {name: getattr(w, name) is not None for name in ("shared_gate", "shared_up", "shared_down")}
+    if len({*shared.values()}) > 1 or (w.shared_router is not None and not any(shared.values())):
+        missing = ", ".join(name for name, given in shared.items() if not given)
+        raise ValueError(f"mixture: the shared expert has no {missing}")

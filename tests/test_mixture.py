@@ -1,0 +1,242 @@
+"""fusedblock.blocks.mixture beside transformers' sparse blocks of the nine families that have a router in the table."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from llama import relative_error, root_mean_square
+from op_cases import recording
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig
+
+from fusedblock import ops
+from fusedblock.blocks import Mixed, MoeSpec, MoeWeights, fixed_mixture, mixture, moe
+from fusedblock.kernels import _replay
+from fusedblock.models.experts import _gate
+from fusedblock.models.routers import ROUTERS
+
+HIDDEN, EXPERTS = 32, 6
+_GROUPS = {"n_routed_experts": EXPERTS, "num_local_experts": EXPERTS, "n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.5,
+           "moe_intermediate_size": 40}  # fmt: skip
+_SHARED = {"num_experts": EXPERTS, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 24}
+BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("MixtralSparseMoeBlock", {"num_local_experts": EXPERTS, "intermediate_size": 40}),
+    "qwen2_moe": ("Qwen2MoeSparseMoeBlock", _SHARED),
+    "qwen3_moe": ("Qwen3MoeSparseMoeBlock", {"num_experts": EXPERTS, "moe_intermediate_size": 40}),
+    "qwen3_next": ("Qwen3NextSparseMoeBlock", _SHARED),
+    "olmoe": ("OlmoeSparseMoeBlock", {"num_experts": EXPERTS, "intermediate_size": 40}),
+    "gpt_oss": ("GptOssMLP", {"num_local_experts": EXPERTS, "intermediate_size": 40}),
+    "glm4_moe": ("Glm4MoeMoE", _GROUPS),
+    "deepseek_v2": ("DeepseekV2Moe", {**_GROUPS, "topk_method": "group_limited_greedy"}),
+    "deepseek_v3": ("DeepseekV3MoE", _GROUPS),
+}
+
+
+def make(family: str) -> nn.Module:
+    """transformers' block in float64, with values that every dtype holds."""
+    name, words = BLOCKS[family]
+    config = AutoConfig.for_model(family, hidden_size=HIDDEN, num_experts_per_tok=2, **words)
+    config._experts_implementation = "eager"
+    block = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)(config).double()
+    g = torch.Generator().manual_seed(3)
+    for name, t in [*block.named_parameters(), *block.named_buffers()]:
+        scale = 0.3 if "bias" in name else t.shape[-2 if t.dim() == 3 and family == "gpt_oss" else -1] ** -0.5
+        t.data = (torch.randn(t.shape, generator=g) * scale).to(torch.bfloat16).double()
+    return block.eval()
+
+
+def read(family: str, block: nn.Module) -> tuple[MoeSpec, MoeWeights]:
+    router, experts = getattr(block, "gate", None) or block.router, block.experts
+    shared = getattr(block, "shared_experts", None) or getattr(block, "shared_expert", None)
+    activation, alpha, limit = _gate(experts)
+    spec = MoeSpec(ROUTERS[family].read(router), activation, alpha, limit, experts.is_transposed, not experts.is_concatenated)
+    given = {
+        "router": router.weight, "router_bias": getattr(router, "bias", None),
+        "router_correction": getattr(router, "e_score_correction_bias", None), "gate_up": experts.gate_up_proj,
+        "down": experts.down_proj, "gate_up_bias": getattr(experts, "gate_up_proj_bias", None),
+        "down_bias": getattr(experts, "down_proj_bias", None),
+    }  # fmt: skip
+    if shared is not None:
+        given |= {"shared_gate": shared.gate_proj.weight, "shared_up": shared.up_proj.weight,
+                  "shared_down": shared.down_proj.weight}  # fmt: skip
+    if hasattr(block, "shared_expert_gate"):
+        given["shared_router"] = block.shared_expert_gate.weight
+    return spec, MoeWeights(**given)
+
+
+def run_theirs(family: str, block: nn.Module, x: Tensor) -> Mixed:
+    """Their result, and what their router says, experts in order of their number."""
+    logits, weights, indices = (getattr(block, "gate", None) or block.router)(x.view(-1, HIDDEN))
+    out = block(x)
+    return sort(Mixed(out[0] if isinstance(out, tuple) else out, logits, weights, indices))
+
+
+def sort(mixed: Mixed) -> Mixed:
+    by_number = mixed.indices.argsort(-1)
+    return mixed._replace(weights=mixed.weights.gather(-1, by_number), indices=mixed.indices.gather(-1, by_number).long())
+
+
+def run_ours(family: str, block: nn.Module, x: Tensor) -> Mixed:
+    return sort(mixture(*read(family, block), x))
+
+
+def inputs(dtype: torch.dtype, seq: int) -> Tensor:
+    x = torch.randn(2, seq, HIDDEN, generator=torch.Generator().manual_seed(4))
+    return x.to(torch.bfloat16).to(dtype)
+
+
+def outcome(run: Any, family: str, block: nn.Module, dtype: torch.dtype, seq: int, keep: Tensor) -> dict[str, Tensor]:
+    """out without gradients and with them, and the gradients of a combination of the out of `keep`, by parameter."""
+    block, x = copy.deepcopy(block).to(dtype), inputs(dtype, seq)
+    with torch.no_grad():
+        inference = run(family, block, x.clone()).out
+    leaves = {"x": x.requires_grad_(), **dict(block.named_parameters())}
+    out = run(family, block, x).out
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16) * keep[..., None]
+    grads = torch.autograd.grad(out, [*leaves.values()], upstream.to(dtype))
+    return {"inference": inference[keep], "out": out[keep].detach(), **dict(zip(leaves, grads))}
+
+
+def check(family: str, dtype: torch.dtype, seq: int, kernels: bool = False) -> None:
+    block = make(family)
+
+    def chosen(run: Any, dtype: torch.dtype) -> Tensor:
+        return run(family, copy.deepcopy(block).to(dtype), inputs(dtype, seq)).indices.view(2, seq, 2)
+
+    # Tokens that theirs routes in this dtype as it does in float64: there ours must too.
+    right = chosen(run_theirs, torch.float64)
+    keep = (chosen(run_theirs, dtype) == right).all(-1)
+    assert keep.sum() >= 2 * seq - 2
+    assert torch.equal(chosen(run_ours, dtype)[keep], right[keep])
+    want, plain = (outcome(run_theirs, family, block, d, seq, keep) for d in (torch.float64, dtype))
+    if kernels:
+        with recording("sm_90") as launches:
+            got = outcome(run_ours, family, block, dtype, seq, keep)
+        assert launches
+    else:
+        got = outcome(run_ours, family, block, dtype, seq, keep)
+    errors, base = ({n: relative_error(o[n], want[n]) for n in want} for o in (got, plain))
+    assert all(got[n].dtype is plain[n].dtype and got[n].shape == plain[n].shape for n in want)
+    if dtype is torch.float32:
+        assert {n: e for n, e in errors.items() if not e < 1e-5} == {}
+    else:
+        assert all(errors[n] <= 1.5 * base[n] for n in ("inference", "out"))
+        assert root_mean_square(errors) <= 1.5 * root_mean_square(base)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("family", BLOCKS)
+def test_mixture_equals_transformers(family: str, dtype: torch.dtype) -> None:
+    check(family, dtype, 9)
+
+
+def _by_kernels() -> list[object]:
+    """Mixtral, a plain and a gated shared expert and gpt-oss's layout in every form; the others once. bf16 is slow."""
+    often = ("mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3")
+    rows = [(f, d, seq) for f in BLOCKS for d in (torch.float32, torch.bfloat16) for seq in (9, 34)]
+    quick = [(f in often and seq == 9 and d is torch.float32) for f, d, seq in rows]
+    return [pytest.param(*row, marks=() if now else pytest.mark.slow) for row, now in zip(rows, quick)]
+
+
+@pytest.mark.parametrize(("family", "dtype", "seq"), _by_kernels())
+def test_mixture_by_the_kernels(family: str, dtype: torch.dtype, seq: int) -> None:
+    check(family, dtype, seq, kernels=True)
+
+
+@pytest.mark.parametrize(("family", "seq", "most"), (("mixtral", 1, 4), ("deepseek_v3", 16, 4 + 2), ("deepseek_v3", 256, 6 + 2)))
+def test_launches_of_a_mixture(family: str, seq: int, most: int) -> None:
+    """Router and experts, of 2, 32 and 512 tokens; a shared expert is two more."""
+    spec, weights = read(family, make(family).float())
+    x = torch.randn(2, seq, HIDDEN, generator=torch.Generator().manual_seed(6))
+    with torch.no_grad(), recording("sm_90") as launches:
+        mixture(spec, weights, x)
+    assert 4 <= len(launches) <= most
+
+
+@pytest.mark.parametrize(("family", "tokens", "steps"), (("mixtral", 1, 4), ("deepseek_v3", 18, 6), ("gpt_oss", 70, 6)))
+def test_launches_of_a_mixture_can_be_replayed(family: str, tokens: int, steps: int) -> None:
+    """Recorded for some tokens, right for others, which choose other experts."""
+    spec, weights = read(family, make(family).to(torch.bfloat16))
+    weights = MoeWeights(*(None if t is None else t.detach() for t in weights))
+    first, second = (torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (7, 8))
+    rest = fixed_mixture(spec, weights).args
+    given = [t for t in weights if t is not None]
+    with recording("sm_90"):
+        _, program = _replay.record(lambda: moe._compose(ops.direct, first, *rest), [first, *given])
+        assert program is not None and len(program.steps) == steps
+        for x in (first, second):
+            want, got = moe._compose(ops.direct, x, *rest), Mixed(*program.run([x, *given]))
+            assert all(torch.equal(a, b) for a, b in zip(want, got))
+    assert not torch.equal(want.indices, moe._compose(ops.direct, first, *rest).indices)
+
+
+@pytest.mark.parametrize("family", ("mixtral", "deepseek_v3", "gpt_oss"))
+def test_opcheck(family: str) -> None:
+    spec, weights = read(family, make(family).float().requires_grad_(False))
+    args = fixed_mixture(spec, weights).args
+    torch.library.opcheck(torch.ops.fusedblock.mixture.default, (inputs(torch.float32, 9).view(-1, HIDDEN), *args))
+
+
+@pytest.mark.parametrize("family", ("mixtral", "qwen2_moe", "deepseek_v3"))
+def test_what_the_router_said_is_given(family: str) -> None:
+    block, x = make(family).float(), inputs(torch.float32, 9)
+    spec, weights = read(family, block)
+    with torch.no_grad():
+        want = run_theirs(family, block, x)
+        for kept in (None, fixed_mixture(spec, weights)):
+            got = sort(mixture(spec, weights, x, kept=kept))
+            assert torch.equal(got.indices, want.indices)
+            assert all(relative_error(getattr(got, n), getattr(want, n)) < 1e-5 for n in ("out", "logits", "weights"))
+    logits = mixture(spec, weights, x).logits
+    (gradient,) = torch.autograd.grad(logits.square().sum(), block.gate.weight)
+    (wanted,) = torch.autograd.grad(run_theirs(family, block, x).logits.square().sum(), block.gate.weight)
+    assert relative_error(gradient, wanted) < 1e-5
+
+
+@pytest.mark.parametrize("family", ("mixtral", "qwen2_moe", "deepseek_v3"))
+@pytest.mark.parametrize("grad", (False, True))
+def test_compiled_and_counted(family: str, grad: bool) -> None:
+    """One graph whatever the length; FLOPs of the chosen experts."""
+    spec, weights = read(family, make(family).float().requires_grad_(grad))
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: mixture(spec, weights, x), backend="aot_eager", fullgraph=True, dynamic=True)
+    for seq in (9, 10):
+        for got, want in zip(compiled(inputs(torch.float32, seq)), mixture(spec, weights, inputs(torch.float32, seq))):
+            torch.testing.assert_close(got, want)
+    with FlopCounterMode(display=False) as counter:
+        mixture(spec, weights, inputs(torch.float32, 9))
+    assert counter.get_total_flops() >= 18 * 2 * 3 * 2 * HIDDEN * 40
+
+
+def test_no_tokens() -> None:
+    for family in ("mixtral", "qwen2_moe", "deepseek_v3"):
+        spec, weights = read(family, make(family).float())
+        x = torch.zeros(2, 0, HIDDEN, requires_grad=True)
+        mixed = mixture(spec, weights, x)
+        assert mixed.out.shape == x.shape and mixed.logits.shape == (0, EXPERTS)
+        (grad,) = torch.autograd.grad(mixed.out.sum(), weights.down)
+        assert grad.eq(0).all()
+
+
+def test_what_does_not_fit_is_named() -> None:
+    spec, weights = read("deepseek_v3", make("deepseek_v3").float())
+    x = inputs(torch.float32, 3)
+    for changes, why in (
+        ({"router_correction": None}, "router_correction is None, but the router has it: True"),
+        ({"router_bias": torch.zeros(EXPERTS)}, "router_bias is a tensor, but the router has it: False"),
+        ({"shared_up": None}, "the shared expert has no shared_up"),
+        ({"router": torch.zeros(EXPERTS + 1, HIDDEN)}, "has experts=6, but experts=7 so far"),
+        ({"down": torch.zeros(EXPERTS, HIDDEN, 41)}, "down_weight has shape"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            mixture(spec, weights._replace(**changes), x)
+    with pytest.raises(ops.ShapeError, match=r"x has shape \(\)"):
+        mixture(spec, weights, torch.zeros(()))
+    with pytest.raises(NotImplementedError, match="mixture: no gradients"):
+        args = (*weights._replace(shared_router=None), *fixed_mixture(spec, weights).args[len(weights) :])
+        torch.ops.fusedblock.mixture(x.view(-1, HIDDEN), *args)[0].sum().backward()
