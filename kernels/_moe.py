@@ -302,8 +302,9 @@ def plain_groups(offsets: Tensor) -> list[tuple[int, slice]]:
 
 def plain_combine(y: Tensor, weights: Tensor | None, inverse: Tensor) -> Tensor:
     """Sum of each token's rows, by its weights; y `rows hidden`."""
-    picked = torch.where((inverse >= 0)[..., None], y[inverse.clamp(min=0)], 0.0)
-    return (picked if weights is None else picked * weights[..., None]).sum(1)
+    picked = y[inverse.clamp(min=0)]
+    picked = picked if weights is None else picked * weights[..., None]
+    return torch.where((inverse >= 0)[..., None], picked, 0.0).sum(1)  # of slots without a row not even an infinite weight counts
 
 
 @triton.jit
