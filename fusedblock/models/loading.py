@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..io import Checkpoint, CheckpointError, names_of, write_checkpoint
 from . import expert_names as names_of_experts
 from .conversion import base_prefix, has_rules, ignored_patterns, is_pretrained, original_state, renamer, sources_of, tails
-from .sources import LISTED, Source, listed
+from .sources import LISTED, Source, listed, overlaps
 
 __all__ = ["CheckpointError", "LoadReport", "load_safetensors", "save_safetensors"]
 
@@ -330,6 +330,9 @@ def _plan(
             continue
         shape = tuple(group[0].tensor.shape)
         wrong = [text for source in found for text in source.mismatches(shape)] or _contradiction(found)
+        if not group[0].tensor.is_meta and overlaps(group[0].tensor):
+            strides = group[0].tensor.stride()
+            wrong.append(f"elements of the target's {group[0].key!r}, of shape {shape} and strides {strides}, share memory")
         wanted = _wanted_dtype(target, group[0], found[0], dtype)
         if isinstance(wanted, str):
             wrong = wrong or [wanted]

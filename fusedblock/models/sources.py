@@ -78,6 +78,22 @@ class _Experts(Source):
         return problems
 
 
+def overlaps(tensor: Tensor) -> bool:
+    """Whether elements of a tensor share memory, as an expanded one's do: it cannot hold values of its own for each of them."""
+    axes = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size > 1)
+    if not tensor.numel():
+        return False
+    extent, nested = 1, True
+    for stride, size in axes:
+        nested = nested and stride >= extent  # the axes before lie within one step of this one
+        extent += stride * (size - 1)
+    if nested or axes[0][0] == 0:
+        return not nested
+    seen = torch.zeros(extent, dtype=torch.bool)
+    seen.as_strided(tensor.shape, tensor.stride()).fill_(True)
+    return int(seen.sum()) < tensor.numel()
+
+
 def plain(checkpoint: Checkpoint, name: str) -> Source:
     """The tensor ``name`` as it is."""
     return Source(
