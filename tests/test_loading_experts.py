@@ -23,6 +23,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming
 from fusedblock.io import Checkpoint, CheckpointError
 from fusedblock.models import expert_names
 from fusedblock.models.loading import load_safetensors, save_safetensors
+from fusedblock.models.sources import overlaps
 
 MOE = {**SIZES, "moe_intermediate_size": 16}
 WORDS: dict[str, dict] = {
@@ -353,6 +354,43 @@ def test_transposed_experts_are_not_filled_from_names_that_are_not_theirs(tmp_pa
     assert not any(value.any() for value in target.state_dict().values())
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_experts_that_share_memory_are_refused(tmp_path: Path, strict: bool) -> None:
+    """Each would overwrite the one before; nothing is written, of the other tensors neither."""
+    tensors = {f"experts.{e}.{w}.weight": torch.randn(24, 32) for e in range(4) for w in ("gate_proj", "up_proj")}
+    tensors |= {f"experts.{e}.down_proj.weight": torch.randn(32, 24) for e in range(4)}
+    save_file(tensors, tmp_path / "m.safetensors")
+    dense = {"experts.gate_up_proj": torch.zeros(4, 48, 32), "experts.down_proj": torch.zeros(4, 32, 24)}
+    memory = torch.zeros(4 * 48 * 32)
+    for shared in (torch.zeros(1, 48, 32).expand(4, -1, -1), memory.as_strided((4, 48, 32), (32, 32, 1)),
+                   memory.as_strided((4, 48, 32), (1, 33, 1))):  # fmt: skip
+        target = plain(dense, "cpu")
+        target.experts.gate_up_proj = nn.Parameter(shared, requires_grad=False)
+        strides = re.escape(str(shared.stride()))
+        name = r"'experts\.gate_up_proj'"
+        message = rf"^elements of the target's {name}, of shape \(4, 48, 32\) and strides {strides}, share memory$"
+        with pytest.raises(CheckpointError, match=message):
+            load_safetensors(target, tmp_path / "m.safetensors", strict=strict)
+        assert not any(value.any() for value in target.state_dict().values())
+    for apart in (memory.as_strided((4, 48, 32), (1, 128, 4)), torch.zeros(32, 48, 8)[..., ::2].permute(2, 1, 0)):
+        target = plain(dense, "cpu")
+        target.experts.gate_up_proj = nn.Parameter(apart, requires_grad=False)
+        load_safetensors(target, tmp_path / "m.safetensors", strict=strict)
+        gate = torch.stack([tensors[f"experts.{e}.gate_proj.weight"] for e in range(4)])
+        up = torch.stack([tensors[f"experts.{e}.up_proj.weight"] for e in range(4)])
+        assert torch.equal(target.experts.gate_up_proj, torch.cat([gate, up], 1))
+
+
+def test_which_tensors_share_memory() -> None:
+    memory = torch.zeros(100)
+    cases = {((3, 2), (3, 2)): False, ((3, 3), (2, 3)): False, ((4, 3), (2, 3)): True, ((0, 4), (0, 1)): False,
+             ((1, 4), (0, 1)): False, ((2, 4), (0, 1)): True, ((), ()): False, ((4, 5), (5, 1)): False,
+             ((4, 5), (4, 1)): True}  # fmt: skip
+    for (shape, strides), want in cases.items():
+        places = memory.new_tensor(range(100)).as_strided(shape, strides).flatten().tolist()
+        assert overlaps(memory.as_strided(shape, strides)) == want == (len(set(places)) < len(places)), (shape, strides)
+
+
 def test_layers_that_share_their_experts(tmp_path: Path) -> None:
     model = build("qwen2_moe")
     experts = dict(model.model.layers[1].mlp.experts.state_dict())
@@ -391,4 +429,20 @@ def test_names_that_cannot_be_written(tmp_path: Path) -> None:
     biases = {"experts.gate_up_proj_bias": torch.ones(12, 96)}
     with pytest.raises(ValueError, match=r"^expert_names='olmoe': 'experts\.gate_up_proj_bias' has no name in such checkpoints$"):
         save_safetensors({**experts, **biases}, path, expert_names="olmoe")
+    ours = {"experts.gate_up_proj": torch.ones(4, 48, 32), "experts.down_proj": torch.ones(4, 32, 24)}
+    bare = {key.replace("experts.", "moe."): value for key, value in ours.items()}
+    with pytest.raises(ValueError, match=r"^expert_names='olmoe': 'moe\.gate_up_proj' is not in a module called 'experts'"):
+        save_safetensors(plain(bare, "cpu"), path, expert_names="olmoe")
+    taken = {"experts.3.up_proj.weight": torch.zeros(24, 32)}
+    with pytest.raises(ValueError, match=r": 'experts\.gate_up_proj' and \S+ would both be 'experts\.3\.up_proj\.weight'$"):
+        save_safetensors({**ours, **taken}, path, expert_names="olmoe")
+    with pytest.raises(ValueError, match=r": \S+ and 'experts\.gate_up_proj' would both be 'experts\.3\.up_proj\.weight'$"):
+        save_safetensors({**taken, **ours}, path, expert_names="olmoe")
+    renamed = {"block_sparse_moe.gate.weight": torch.zeros(12, 32), **{f"mlp.{key}": value for key, value in experts.items()}}
+    message = r": 'block_sparse_moe\.gate\.weight' and 'mlp\.gate\.weight' would both be 'block_sparse_moe\.gate\.weight'$"
+    with pytest.raises(ValueError, match=message):
+        save_safetensors(renamed, path, expert_names="mixtral")
+    beside = {"b.experts.gate_up_proj": torch.ones(4, 32, 48), "b.experts.down_proj": torch.ones(4, 24, 32)}
+    with pytest.raises(ValueError, match=r": 'b\.experts\.gate_up_proj' of shape \(4, 32, 48\) is not of a pair"):
+        save_safetensors({**ours, **beside}, path, expert_names="olmoe")
     assert list(tmp_path.iterdir()) == []

@@ -97,7 +97,8 @@ def split(state: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
     """``state`` under the names that checkpoints of the model_type ``family`` have: views of the stacked tensors.
 
     Raises:
-        ValueError: no such model_type in `FAMILIES`; no stacked experts in ``state``, or ones with biases.
+        ValueError: no such model_type in `FAMILIES`; no stacked experts in ``state``, or ones with biases, of another layout or
+            under a name that no load would find; two tensors that would have one name.
     """
     if family not in FAMILIES:
         raise ValueError(f"expert_names={family!r} is none of {sorted(FAMILIES)}")
@@ -112,18 +113,32 @@ def split(state: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
         )
     in_block = _block_keys(state, stacked)
     result: dict[str, Tensor] = {}
+    origins: dict[str, str] = {}
+
+    def add(name: str, key: str, value: Tensor) -> None:
+        if name in result:
+            raise ValueError(f"expert_names={family!r}: {origins[name]!r} and {key!r} would both be {name!r}")
+        result[name], origins[name] = value, key
+
     for key, value in state.items():
         name = _in_block(key, names.block) if key in in_block else key
         if key not in stacked:
-            result[name] = value
+            if value.dim() == 3 and key.rpartition(".")[2] in (GATE_UP, DOWN):
+                raise ValueError(
+                    f"expert_names={family!r}: {key!r} of shape {tuple(value.shape)} is not of a pair of {GATE_UP!r} [expert, "
+                    f"2 * ffn, hidden] and {DOWN!r} [expert, hidden, ffn], as others are"
+                )
+            add(name, key, value)
             continue
         if f"{key}_bias" in state:
             raise ValueError(f"expert_names={family!r}: {f'{key}_bias'!r} has no name in such checkpoints")
-        start, _, leaf = name.rpartition(".")
-        layers = names.layers[leaf]
+        start, dot, leaf = name.rpartition(".")
+        start, layers = start + dot, names.layers[leaf]
+        if part_of(Part(start, 0, layers[0]).name) is None:
+            raise ValueError(f"expert_names={family!r}: {key!r} is not in a module called 'experts', where a load looks for it")
         for expert in range(len(value)):
             for layer, rows in zip(layers, value[expert].chunk(len(layers)), strict=True):
-                result[Part(f"{start}." if start else "", expert, layer).name] = rows
+                add(Part(start, expert, layer).name, key, rows)
     return result
 
 
