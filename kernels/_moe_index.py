@@ -5,7 +5,8 @@ A slot is (token, j), j < top_k, numbered token * top_k + j. The rows are the sl
     order    rows             slot of row r; undefined from offsets[experts] on
     inverse  tokens top_k     row of a slot, -1 where its index is no expert's
     offsets  experts + 1      first row of each expert, and the end of the last
-    tiles    max_tiles 4      of each M tile: expert, first row, end row, number of tiles (0, 0, 0, number past the last)
+    tiles    max_tiles 4      of each M tile: expert, first row, end row, number of tiles (0, 0, 0, number past the last);
+                              a tile has at most tile_rows rows, one of TILE_ROWS
 
 Every program of `index_kernel` reads the counts of all token tiles and sums those before its own: no scan launch, no atomics,
 and equal bits from run to run. The host reads nothing: grids over tiles take the upper bound `max_tiles`.
@@ -18,10 +19,11 @@ from torch import Tensor
 
 from ._lang import cdiv, next_power_of_2, tl, triton
 from ._launch import launch as _launch
-from ._spec import ShapeError
+from ._spec import Args, ShapeError, Sizes
 from ._target import Target
 
 MAX_EXPERTS = 1024  # a program holds a row of all experts
+TILE_ROWS = (8, 16, 32, 64, 128, 256)  # of an index; moe_experts takes some of them
 
 
 def max_tiles(rows: int, experts: int, tile_rows: int) -> int:
@@ -33,8 +35,8 @@ def index_axes(op: str, tokens: int, top_k: int, experts: int, tile_rows: int) -
     """The index's axes, after checks of the numbers."""
     if not 1 <= experts <= MAX_EXPERTS:
         raise ShapeError(f"{op}: experts={experts}, expected 1 to {MAX_EXPERTS}")
-    if tile_rows < 1:
-        raise ValueError(f"{op}: tile_rows={tile_rows}, expected at least 1")
+    if tile_rows not in TILE_ROWS:
+        raise ValueError(f"{op}: tile_rows={tile_rows}, expected one of {TILE_ROWS}")
     rows = tokens * top_k
     if rows >= 2**31:
         raise ShapeError(f"{op}: tokens={tokens} times top_k={top_k} is {rows}, expected less than 2**31")
@@ -62,6 +64,42 @@ def index_reference(indices: Tensor, experts: int, tile_rows: int) -> tuple[Tens
     tiles = torch.cat((table, number.expand(len(tile), 1)), 1)
     inverse = torch.where(valid, inverse, -1).view(indices.shape)
     return order.int(), inverse.int(), offsets.int(), tiles.int()
+
+
+def check_index(op: str, sizes: Sizes, args: Args) -> None:
+    """Raises ValueError naming the argument whose values point outside what an experts' op has. Waits for the device."""
+    rows, experts, tile_rows = sizes["rows"], sizes["experts"], args["tile_rows"]
+    offsets, tiles = args["offsets"].long(), args["tiles"].long()
+    bad = (offsets < 0) | (offsets > rows)
+    bad[1:] |= offsets.diff() < 0
+    bad[0] |= offsets[0] != 0
+    _refuse(op, "offsets", offsets, bad, f"rows from 0 to at most {rows} that do not decrease")
+    end = int(offsets[-1])
+    order, inverse = args["order"][:end], args["inverse"]
+    _refuse(op, "order", order, (order < 0) | (order >= rows), f"slots from 0 to {rows - 1}")
+    _refuse(op, "inverse", inverse, (inverse < -1) | (inverse >= end), f"rows from 0 to {end - 1}, or -1")
+    indices = args["indices"]
+    bad = (inverse >= 0) & ((indices < 0) | (indices >= experts))
+    _refuse(op, "indices", indices, bad, f"experts from 0 to {experts - 1} where inverse has a row")
+    if not len(tiles):
+        return
+    e, first, last, number = tiles.unbind(1)
+    bad = torch.zeros_like(tiles, dtype=torch.bool)
+    bad[:, 3] = (number < 0) | (number > len(tiles)) | (number != number[0])
+    _refuse(op, "tiles", tiles, bad, f"one number of tiles, from 0 to {len(tiles)}")
+    used = torch.arange(len(tiles), device=tiles.device) < number
+    bad[:, 0] = used & ((e < 0) | (e >= experts))
+    _refuse(op, "tiles", tiles, bad, f"experts from 0 to {experts - 1}")
+    e = e.clamp(0, experts - 1)
+    bad[:, 1] = used & ((first < offsets[e]) | (first >= offsets[e + 1]))
+    bad[:, 2] = used & ((last <= first) | (last > first + tile_rows) | (last > offsets[e + 1]))
+    _refuse(op, "tiles", tiles, bad, f"rows of the tile's expert, at most {tile_rows}")
+
+
+def _refuse(op: str, name: str, values: Tensor, bad: Tensor, expected: str) -> None:
+    if bad.any():
+        at = tuple(bad.nonzero()[0].tolist())
+        raise ValueError(f"{op}: {name} has {int(values[at])} at {at}, expected {expected}")
 
 
 def index_block(experts: int) -> int:
@@ -127,10 +165,12 @@ def tabulate(total, offsets, tiles, program, programs, E, MAX_TILES, TILE: tl.co
 
 
 @triton.jit
-def load_chosen(indices, token, live, K, KP: tl.constexpr):
+def load_chosen(indices, token, live, E, K, KP: tl.constexpr):
+    """[tokens, KP], int32: the experts of these tokens, -1 for what is none. Compared before narrowing: int64 may hold more."""
     slot = tl.arange(0, KP)
     at = indices + token[:, None].to(tl.int64) * K + slot[None, :]
-    return tl.load(at, live[:, None] & (slot < K)[None, :], other=-1).to(tl.int32)
+    e = tl.load(at, live[:, None] & (slot < K)[None, :], other=-1)
+    return tl.where((e >= 0) & (e < E), e, -1).to(tl.int32)
 
 
 @triton.jit
@@ -163,7 +203,7 @@ def index_kernel(
     for i in range(mine, tl.minimum(mine + PER, TILES)):
         token = i * BT + tl.arange(0, BT)
         live = token < T
-        chosen = load_chosen(indices, token, live, K, KP)
+        chosen = load_chosen(indices, token, live, E, K, KP)
         selected = count_chosen(chosen, K, KP, BT, EP)
         place(chosen, selected, before, total, token, live, order, inverse, E, K, KP, EP)
         before += tl.sum(selected, 0)

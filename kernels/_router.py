@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ._spec import accumulate_dtype
+from ._spec import DTYPES, accumulate_dtype
 
 SCORINGS = ("softmax", "sigmoid", "softmax_chosen")
 GROUP_SCORES = ("max", "top2")
@@ -34,7 +34,7 @@ class RouterSpec:
 
     def numbers(self, dtype: torch.dtype) -> tuple[Any, ...]:
         """moe_route's arguments between the tensors and tile_rows, for hidden states of `dtype`."""
-        wide = accumulate_dtype(dtype)
+        wide = accumulate_dtype(dtype) if dtype in DTYPES else dtype  # the op's own check refuses x of another dtype
         return (self.scoring, self.top_k, self.groups, self.topk_groups, self.group_score, self.renormalise, self.eps, self.scale,
                 dtype if self.round_logits else wide, dtype if self.round_weights else wide)  # fmt: skip
 

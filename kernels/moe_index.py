@@ -75,7 +75,7 @@ def reference(indices: Tensor, experts: int, tile_rows: int) -> tuple[Tensor, Te
 @triton.jit(do_not_specialize=["T"])
 def _count_kernel(indices, counts, T, E, K, KP: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr):
     token = tl.program_id(0) * BT + tl.arange(0, BT)
-    selected = count_chosen(load_chosen(indices, token, token < T, K, KP), K, KP, BT, EP)
+    selected = count_chosen(load_chosen(indices, token, token < T, E, K, KP), K, KP, BT, EP)
     expert = tl.arange(0, EP)
     tl.store(counts + tl.program_id(0).to(tl.int64) * E + expert, tl.sum(selected, 0), expert < E)
 
@@ -87,7 +87,7 @@ def _single_kernel(
 ):  # fmt: skip
     token = tl.arange(0, BT)
     live = token < T
-    chosen = load_chosen(indices, token, live, K, KP)
+    chosen = load_chosen(indices, token, live, E, K, KP)
     selected = count_chosen(chosen, K, KP, BT, EP)
     expert = tl.arange(0, EP)
     total = tl.where(expert < E, tl.sum(selected, 0), 0)

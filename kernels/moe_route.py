@@ -10,7 +10,7 @@
               renormalise: divided by their sum + eps; times scale; rounded to weights_dtype
 
     x           tokens hidden            weight  experts hidden     bias  experts     of one dtype
-    correction_bias  experts             of any dtype
+    correction_bias  experts             of any floating dtype
     weights     tokens top_k             indices tokens top_k, int32            logits  tokens experts
     order, inverse, offsets, tiles       see _moe_index.py
 
@@ -110,6 +110,9 @@ def _check(args: Args, experts: int) -> None:
     for name in ("logits_dtype", "weights_dtype"):
         if args[name] not in (x.dtype, wide):
             raise ValueError(f"moe_route: {name}={args[name]}, expected x's {x.dtype} or {wide}")
+    correction_bias = args["correction_bias"]
+    if correction_bias is not None and not correction_bias.is_floating_point():
+        raise ValueError(f"moe_route: correction_bias has dtype {correction_bias.dtype}, expected a floating one")
     if x.shape[1] < 1:
         raise ShapeError("moe_route: hidden=0, expected at least 1")
 
@@ -285,7 +288,7 @@ def _single_kernel(
         before = nothing
         for i in range(tl.cdiv(T, BT)):
             at = i * BT + token
-            chosen = load_chosen(indices, at, at < T, K, KP)
+            chosen = load_chosen(indices, at, at < T, E, K, KP)
             selected = count_chosen(chosen, K, KP, BT, EP)
             place(chosen, selected, before, total, at, at < T, order, inverse, E, K, KP, EP)
             before += tl.sum(selected, 0)

@@ -220,15 +220,17 @@ def test_gates_and_layouts(family: str, name: str, words: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("family", ("mixtral", "gpt_oss"))
 @pytest.mark.parametrize("kernels", (False, True))
-def test_slots_of_other_ranks_have_no_part(family: str, kernels: bool) -> None:
-    """In expert parallelism their index is the number of experts: as if their weight were 0, with no gradient for it."""
+@pytest.mark.parametrize("other", (5, 2**32 + 1, -(2**32)))
+def test_slots_of_other_ranks_have_no_part(family: str, kernels: bool, other: int) -> None:
+    """In expert parallelism their index is the number of experts: as if their weight were 0, with no gradient for it. So it is
+    for any other index that is no expert's, even where its lower 32 bits are."""
     made = module(family, {"mixtral": "Mixtral", "gpt_oss": "GptOss"}[family], **SMALL, num_local_experts=5)
     indices, weights = routed()
     away = torch.rand(indices.shape, generator=torch.Generator().manual_seed(3)) < 0.4
     away[2] = True
     want = results(made, "eager", indices, weights.masked_fill(away, 0.0))
     want[2] = want[2].masked_fill(away, 0.0)
-    args = (made, "fusedblock", indices.masked_fill(away, 5), weights)
+    args = (made, "fusedblock", indices.masked_fill(away, other), weights)
     if kernels:
         with recording("sm_90") as launches:
             got = results(*args)

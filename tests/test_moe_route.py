@@ -27,7 +27,7 @@ import fusedblock
 from fusedblock import ops
 from fusedblock.kernels import _moe_index, _router, moe_route
 from fusedblock.kernels._router import RouterSpec
-from fusedblock.kernels._spec import ShapeError
+from fusedblock.kernels._spec import DTYPES, ShapeError
 from fusedblock.kernels._target import TARGETS
 from fusedblock.ops import OPS
 
@@ -290,7 +290,7 @@ def test_a_correction_bias_has_no_gradient():
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 31, 33, 45, 64, 200])
-@pytest.mark.parametrize(("top_k", "experts", "tile_rows"), [(2, 5, 16), (1, 130, 8), (8, 8, 64), (3, 70, 1), (2, 1, 16)])
+@pytest.mark.parametrize(("top_k", "experts", "tile_rows"), [(2, 5, 16), (1, 130, 8), (8, 8, 64), (3, 70, 256), (2, 1, 16)])
 def test_index(tokens, top_k, experts, tile_rows):
     a = index_case(tokens, top_k, experts, tile_rows).arguments(BF16)
     if experts == 1:  # named twice
@@ -303,6 +303,18 @@ def test_index_of_choices_that_are_no_experts_or_named_twice(tokens):
     g = torch.Generator().manual_seed(0)
     assert_index({"indices": torch.randint(-1, 7, (tokens, 4), generator=g), "experts": 5, "tile_rows": 16})
     assert_index({"indices": torch.full((tokens, 4), 5), "experts": 5, "tile_rows": 16})
+
+
+@pytest.mark.parametrize("tokens", [45, 300])
+@pytest.mark.parametrize("experts", [1, 5])
+def test_index_of_choices_beyond_int32(tokens, experts):
+    """Their lower halves are experts; they are none."""
+    g = torch.Generator().manual_seed(0)
+    indices = torch.randint(0, experts, (tokens, 4), generator=g)
+    indices[::3, 1] += 2**32
+    indices[1::3, 2] -= 2**32
+    indices[::7, 0] = 2**63 - 1
+    assert_index({"indices": indices, "experts": experts, "tile_rows": 16})
 
 
 def assert_index(a: Args) -> None:
@@ -349,7 +361,13 @@ ERRORS = [
     ({"scale": float("inf")}, ValueError, "scale=inf, expected a finite number"),
     ({"logits_dtype": BF16}, ValueError, "logits_dtype=torch.bfloat16, expected x's torch.float32 or torch.float32"),
     ({"weights_dtype": torch.int32}, ValueError, "weights_dtype=torch.int32, expected x's torch.float32 or torch.float32"),
-    ({"tile_rows": 0}, ValueError, "tile_rows=0, expected at least 1"),
+    ({"tile_rows": 0}, ValueError, "tile_rows=0, expected one of (8, 16, 32, 64, 128, 256)"),
+    ({"tile_rows": 17}, ValueError, "tile_rows=17, expected one of (8, 16, 32, 64, 128, 256)"),
+    ({"tile_rows": 512}, ValueError, "tile_rows=512, expected one of (8, 16, 32, 64, 128, 256)"),
+    *[({"correction_bias": torch.ones(8, dtype=t)}, ValueError, f"correction_bias has dtype {t}, expected a floating one")
+      for t in (torch.int32, torch.bool, torch.complex64)],
+    ({"x": torch.ones(1, 8, dtype=torch.int32)}, ValueError,
+     f"x has dtype torch.int32, expected one of {', '.join(map(str, DTYPES))}"),
     ({"x": torch.ones(1, 0), "weight": torch.ones(8, 0)}, ShapeError, "hidden=0, expected at least 1"),
     ({"weight": torch.ones(1025, 8)}, ShapeError, "experts=1025, expected 1 to 1024"),
 ]  # fmt: skip
@@ -373,6 +391,8 @@ def test_errors_of_the_index():
         call("moe_index", {"indices": torch.zeros(1, 1, dtype=torch.int32).expand(2**30, 2), "experts": 4, "tile_rows": 16})
     with pytest.raises(ValueError, match="moe_index: indices has dtype torch.float32, expected one of torch.int32, torch.int64"):
         call("moe_index", {"indices": torch.zeros(1, 1), "experts": 4, "tile_rows": 16})
+    with pytest.raises(ValueError, match=re.escape("moe_index: tile_rows=17, expected one of (8, 16, 32, 64, 128, 256)")):
+        call("moe_index", {"indices": torch.zeros(1, 1, dtype=torch.int32), "experts": 4, "tile_rows": 17})
 
 
 # ---- what is chosen for a GPU ----------------------------------------------------------------------------------------------
@@ -396,5 +416,8 @@ def test_public_call_takes_a_spec():
     weights, indices, logits, *index = ops.moe_route(x, weight, spec, tile_rows=16)
     assert (weights.dtype, logits.dtype, len(index)) == (torch.float32, torch.float32, 4)
     torch.testing.assert_close(weights.sum(-1), torch.ones(5))
+    for dtype in (torch.int32, torch.bool, torch.complex64):
+        with pytest.raises(ValueError, match=f"^moe_route: x has dtype {dtype}, expected one of torch.float32, "):
+            ops.moe_route(x.to(dtype), weight.to(dtype), spec, tile_rows=16)
     with pytest.raises(ValueError, match="moe_route: bias is None, but the router has bias=True"):
         ops.moe_route(x, weight, RouterSpec(2, bias=True), tile_rows=16)

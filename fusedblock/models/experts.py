@@ -60,7 +60,7 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
         gate_up_bias, down_bias = biases if dtype is None else (t.to(dtype) for t in biases)
     tokens, top_k, experts = x.shape[0], top_k_index.shape[-1], gate_up.shape[0]
     tile_rows = ops.choose_tile_rows(tokens, top_k, experts, x.dtype.itemsize, ops.target_of(x.device))
-    index = ops.moe_index(top_k_index, experts, tile_rows)
+    index = ops.moe_index(top_k_index, experts, tile_rows)  # int64 too: of slots that it gives no row nothing else is read
     out = ops.moe_experts(
         x, gate_up, down, top_k_weights, top_k_index.to(torch.int32), index, tile_rows=tile_rows, activation=activation,
         gate_up_bias=gate_up_bias, down_bias=down_bias, alpha=alpha, limit=limit, transposed=module.is_transposed,
