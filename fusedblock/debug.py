@@ -36,12 +36,16 @@ def watching(t: Tensor) -> bool:
 def check_inputs(spec: Spec, args: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
     """Raises FloatingPointError naming the operator and the argument. Keys and values that a mask may hide are not judged.
 
-    Lengths of sequences that contradict the tensors raise ValueError.
+    Lengths of sequences that contradict the tensors raise ValueError, and so does an experts' index that points outside of them.
     """
     if "seqused_k" in spec.reads:
         from .kernels._attention_reference import check_lengths  # here, since most operators have none
 
         check_lengths(spec.name, dict(sizes), args)
+    if "tiles" in spec.reads:
+        from .kernels._moe_index import check_index
+
+        check_index(spec.name, dict(sizes), args)
     for name in spec.reads:
         if name in _MAY_BE_UNWRITTEN:
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from op_cases import (
 from torch import Tensor
 
 import fusedblock
+from fusedblock import ops
 from fusedblock.kernels import _moe, _replay
 from fusedblock.kernels._moe import CLAMPED, choose_tile_rows, form
 from fusedblock.kernels._target import TARGETS
@@ -184,6 +186,38 @@ def test_debug_takes_rows_that_nobody_writes() -> None:
             call(OP, {**given, "x": given["x"] * float("inf")})
 
 
+INDEX_ERRORS = [
+    ("offsets", 0, 1, "offsets has 1 at (0,), expected rows from 0 to at most 40 that do not decrease"),
+    ("offsets", 5, 41, "offsets has 41 at (5,), expected rows from 0 to at most 40 that do not decrease"),
+    ("offsets", 2, -1, "offsets has -1 at (2,), expected rows"),
+    ("order", 7, 40, "order has 40 at (7,), expected slots from 0 to 39"),
+    ("order", 0, -1, "order has -1 at (0,), expected slots from 0 to 39"),
+    ("inverse", (3, 1), 40, "inverse has 40 at (3, 1), expected rows from 0 to 39, or -1"),
+    ("inverse", (0, 0), -2, "inverse has -2 at (0, 0), expected rows from 0 to 39, or -1"),
+    ("indices", (19, 1), 5, "indices has 5 at (19, 1), expected experts from 0 to 4 where inverse has a row"),
+    ("tiles", (0, 0), 5, "tiles has 5 at (0, 0), expected experts from 0 to 4"),
+    ("tiles", (1, 1), -1, "tiles has -1 at (1, 1), expected rows of the tile's expert, at most 16"),
+    ("tiles", (1, 2), 41, "tiles has 41 at (1, 2), expected rows of the tile's expert, at most 16"),
+    ("tiles", (0, 3), 8, "tiles has 8 at (0, 3), expected one number of tiles, from 0 to 7"),
+    ("tiles", (2, 3), 0, "tiles has 0 at (2, 3), expected one number of tiles, from 0 to 7"),
+]
+
+
+@pytest.mark.parametrize("interpreted", [True, False])
+@pytest.mark.parametrize(("name", "at", "value", "message"), INDEX_ERRORS, ids=[e[3][:40] for e in INDEX_ERRORS])
+def test_debug_names_an_index_that_points_outside(name: str, at: Any, value: int, message: str, interpreted: bool) -> None:
+    args = case_of(Experts(tokens=20)).arguments(torch.float32)
+    wrong = args[name].clone()
+    wrong[at] = value
+    with recording("sm_90") if interpreted else torch.enable_grad():
+        with fusedblock.options(debug=True):
+            call(OP, args)
+            with pytest.raises(ValueError, match="^" + re.escape(f"moe_experts: {message}")):
+                call(OP, {**args, name: wrong})
+            with pytest.raises(ValueError, match="^" + re.escape(f"moe_experts_backward: {message}")):
+                ops.direct("moe_experts_backward", *{**backward_arguments(OP, args), name: wrong}.values())
+
+
 # ---- edges ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -225,6 +259,23 @@ def test_slots_without_an_expert_add_nothing(tokens: int, words: dict[str, Any])
         for name, value in plain.items():
             want = value.masked_fill(gone, 0.0) if name == "grad_weights" else value
             assert error(got[name], want.double()) < 1e-5, name
+
+
+@pytest.mark.parametrize("interpreted", [True, False])
+@pytest.mark.parametrize("tokens", [1, 20, 66])
+def test_the_weight_of_a_slot_without_an_expert_is_not_read(tokens: int, interpreted: bool) -> None:
+    args = case_of(Experts(tokens=tokens, top_k=2, bias=True)).arguments(torch.float32)
+    gone = torch.zeros_like(args["indices"], dtype=torch.bool)
+    gone[::2, 1] = True
+    marked = args["indices"].masked_fill(gone, -1)
+    given = {**args, "indices": marked, **make_index(marked, 5, 16)}
+    found = []
+    for value in (0.0, float("inf"), float("nan")):
+        with recording("sm_90") if interpreted else torch.enable_grad():
+            found.append(with_gradients(OP, {**given, "weights": args["weights"].masked_fill(gone, value)}))
+    for name, value in found[0].items():
+        if name != "gate_up":  # rows of slots without an expert are nobody's
+            assert value.isfinite().all() and all(torch.equal(value, other[name]) for other in found[1:]), name
 
 
 @pytest.mark.parametrize("tokens", [1, 40, pytest.param(66, marks=pytest.mark.slow)])
