@@ -440,3 +440,10 @@ runpy.run_path("examples/load_one_layer.py", run_name="__main__")
 assert "transformers" not in sys.modules
 """
     assert "holds the checkpoint's weights: True" in run_python(code)
+
+
+def test_on_the_meta_device() -> None:
+    """Shapes without a value, its own tables of positions among them."""
+    config = BlockConfig(model_type="llama", hidden_size=32, intermediate_size=48, num_attention_heads=2, num_key_value_heads=1)
+    out = FusedBlock(config).to("meta")(torch.zeros(2, 5, 32, device="meta"))
+    assert out.is_meta and out.shape == (2, 5, 32)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import importlib
+import types
+from collections.abc import Callable
 from typing import Any
 
 import mixtures
@@ -207,6 +209,7 @@ def routed(tokens: int = 11, top_k: int = 2) -> tuple[Tensor, Tensor]:
         ("mixtral", "Mixtral", {"num_local_experts": 5, "hidden_act": "relu"}),
         ("mixtral", "Mixtral", {"num_local_experts": 5, "hidden_act": "gelu_pytorch_tanh"}),
         ("mixtral", "Mixtral", {"num_local_experts": 5, "hidden_act": "relu2"}),
+        ("lfm2_moe", "Lfm2Moe", {"num_experts": 5, "moe_intermediate_size": 40}),
     ),
 )  # fmt: skip
 def test_gates_and_layouts(family: str, name: str, words: dict[str, Any]) -> None:
@@ -311,6 +314,44 @@ def test_a_part_that_is_not_known_raises_by_name() -> None:
         module("mixtral", "Mixtral", **SMALL, num_local_experts=5)(torch.zeros(11, 24).half(), *routed())
 
 
+@pytest.mark.parametrize("which", ("gelu", "relu", "silu"))
+def test_activations_that_are_functions(which: str) -> None:
+    made = module("mixtral", "Mixtral", **SMALL, num_local_experts=5)
+    del made.act_fn
+    made.act_fn = getattr(nn.functional, which)
+    for want, got in zip(results(made, "eager", *routed()), results(made, "fusedblock", *routed()), strict=True):
+        assert relative_error(got, want) < 1e-5
+    made.act_fn = nn.functional.mish
+    with pytest.raises(ValueError, match="MixtralExperts: activation mish has no kernel"):
+        made(torch.zeros(11, 24), *routed())
+
+
+def test_what_is_hung_on_an_instance_raises_by_name() -> None:
+    def give(change: Callable[[nn.Module], object], why: str) -> None:
+        made = module("mixtral", "Mixtral", **SMALL, num_local_experts=5)
+        change(made)
+        with pytest.raises(ValueError, match=f"fusedblock experts: MixtralExperts: {why}; use experts_implementation="):
+            made(torch.zeros(11, 24), *routed())
+
+    def gate(self: nn.Module, gate_up: Tensor) -> Tensor:
+        return gate_up.chunk(2, dim=-1)[0]
+
+    give(lambda m: m.act_fn.register_forward_hook(lambda mod, args, out: 2 * out), "act_fn has a hook")
+    give(lambda m: m.act_fn.register_forward_pre_hook(lambda mod, args: None), "act_fn has a hook")
+    give(lambda m: m.act_fn.register_full_backward_hook(lambda mod, given, got: None), "act_fn has a hook")
+    give(lambda m: setattr(m.act_fn, "forward", torch.tanh), "act_fn has an instance forward .*")
+    give(lambda m: setattr(m, "_apply_gate", types.MethodType(gate, m)), "it has an instance _apply_gate")
+
+
+@pytest.mark.parametrize(("family", "name"), (("mixtral", "Mixtral"), ("gpt_oss", "GptOss")))
+def test_on_the_meta_device(family: str, name: str) -> None:
+    made = module(family, name, **SMALL, num_local_experts=5).to("meta")
+    x, indices, weights = (t.to("meta") for t in (torch.zeros(11, 24), *routed()))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = made(x, indices, weights)
+    assert out.is_meta and out.shape == x.shape and out.dtype is torch.float32
+
+
 # ---- registration, and compiled --------------------------------------------------------------------------------------------
 
 
@@ -349,10 +390,10 @@ def test_compiled_decoding_with_a_static_cache(family: str) -> None:
     assert graphs[1] == graphs[0] > 0
 
 
-@pytest.mark.parametrize(("family", "name"), (("mixtral", "Mixtral"), ("gpt_oss", "GptOss")))
+@pytest.mark.parametrize(("family", "name"), (("mixtral", "Mixtral"), ("gpt_oss", "GptOss"), ("lfm2_moe", "Lfm2Moe")))
 def test_compiled_for_any_number_of_tokens(family: str, name: str) -> None:
     """A graph for each way to run, not for each length."""
-    made = module(family, name, **SMALL, num_local_experts=5)
+    made = module(family, name, **SMALL, num_local_experts=5, num_experts=5, moe_intermediate_size=40)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(lambda *args: made(*args), backend="aot_eager", fullgraph=True, dynamic=True)

@@ -317,3 +317,16 @@ def test_continuous_batching(name: str) -> None:
             continue
         out = model.generate_batch(inputs=prompts, generation_config=generation, progress_bar=False)
         assert [r.generated_tokens for r in out.values()] == want
+
+
+@pytest.mark.parametrize("how", ("interface", "fused"))
+def test_on_the_meta_device(how: str) -> None:
+    """Shapes without a value, where torch has no autocast to ask about."""
+    model = build("llama")
+    if how == "fused":
+        assert "2 of 2 layers fused" in str(fusedblock.fuse(model))
+    else:
+        model.set_attn_implementation("fusedblock")
+    model.to("meta")
+    out = model(torch.zeros(2, 5, dtype=torch.long, device="meta")).logits
+    assert out.is_meta and out.shape == (2, 5, model.config.vocab_size)

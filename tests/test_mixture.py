@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
 import importlib
 from typing import Any
 
@@ -16,7 +18,7 @@ from transformers import AutoConfig
 
 from fusedblock import ops
 from fusedblock.blocks import Mixed, MoeSpec, MoeWeights, fixed_mixture, mixture, moe
-from fusedblock.kernels import _replay
+from fusedblock.kernels import _math, _replay
 from fusedblock.models.experts import _gate
 from fusedblock.models.routers import ROUTERS
 
@@ -230,8 +232,8 @@ def test_what_does_not_fit_is_named() -> None:
         ({"router_correction": None}, "router_correction is None, but the router has it: True"),
         ({"router_bias": torch.zeros(EXPERTS)}, "router_bias is a tensor, but the router has it: False"),
         ({"shared_up": None}, "the shared expert has no shared_up"),
-        ({"router": torch.zeros(EXPERTS + 1, HIDDEN)}, "has experts=6, but experts=7 so far"),
-        ({"down": torch.zeros(EXPERTS, HIDDEN, 41)}, "down_weight has shape"),
+        ({"router": torch.zeros(EXPERTS + 1, HIDDEN)}, r"router \(experts hidden\) has experts=7, but experts=6 so far"),
+        ({"down": torch.zeros(EXPERTS, HIDDEN, 41)}, r"down has ffn=41, but gate_up has 2\*ffn=80"),
     ):
         with pytest.raises(ValueError, match=why):
             mixture(spec, weights._replace(**changes), x)
@@ -240,3 +242,96 @@ def test_what_does_not_fit_is_named() -> None:
     with pytest.raises(NotImplementedError, match="mixture: no gradients"):
         args = (*weights._replace(shared_router=None), *fixed_mixture(spec, weights).args[len(weights) :])
         torch.ops.fusedblock.mixture(x.view(-1, HIDDEN), *args)[0].sum().backward()
+
+
+def small() -> tuple[MoeSpec, MoeWeights, Tensor]:
+    """8 experts and a gated shared one, 5 tokens."""
+    g = torch.Generator().manual_seed(9)
+
+    def t(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g) * shape[-1] ** -0.5
+
+    shared = {"shared_gate": t(16, 32), "shared_up": t(16, 32), "shared_down": t(32, 16), "shared_router": t(1, 32)}
+    return MoeSpec(ops.RouterSpec(2)), MoeWeights(t(8, 32), t(8, 48, 32), t(8, 32, 24), **shared), 6 * t(5, 32)
+
+
+_OF = r"\(experts hidden\)"
+_MISFITS: list[tuple[dict[str, Any], str]] = [
+    ({"shared_router": torch.zeros(16, 32)}, r"shared_router has shape \(16, 32\), expected \(1, 32\)"),
+    ({"shared_router": torch.zeros(32)}, r"shared_router has shape \(32,\), expected"),
+    ({"shared_router": torch.zeros(1, 31)}, r"shared_router \(one hidden\) has hidden=31, but hidden=32"),
+    ({"shared_router": torch.zeros(1, 32).half()}, "shared_router has dtype torch.float16, but x has torch.float32"),
+    ({"shared_router": torch.zeros(1, 32, device="meta")}, "shared_router is on meta, but x is on cpu"),
+    ({"router": torch.zeros(9, 32)}, rf"router {_OF} has experts=9, but experts=8"),
+    ({"router_bias": torch.zeros(9), "bias": True}, r"router_bias \(experts\) has experts=9, but experts=8"),
+    ({"gate_up": None}, "gate_up is None, expected a tensor"),
+    ({"gate_up": torch.zeros(8, 47, 32)}, r"down has ffn=24, but gate_up has 2\*ffn=47"),
+    ({"down": torch.zeros(8, 32, 25)}, r"down has ffn=25, but gate_up has 2\*ffn=48"),
+    ({"down": torch.zeros(8, 31, 24)}, r"down \(experts hidden ffn\) has hidden=31, but hidden=32"),
+    ({"transposed": True}, r"gate_up \(experts hidden 2\*ffn\) has hidden=48, but hidden=32"),
+    ({"gate_up_bias": torch.zeros(8, 24)}, r"gate_up_bias \(experts 2\*ffn\) has 2\*ffn=24, but 2\*ffn=48"),
+    ({"down_bias": torch.zeros(8, 32).half()}, "down_bias has dtype torch.float16, but x has torch.float32"),
+    ({"shared_up": torch.zeros(15, 32)}, r"shared_up \(shared_ffn hidden\) has shared_ffn=15, but shared_ffn=16"),
+    ({"shared_down": torch.zeros(32, 17)}, r"shared_down \(hidden shared_ffn\) has shared_ffn=17, but shared_ffn=16"),
+    ({"activation": "mish"}, "activation='mish', expected one of silu"),
+    ({"activation": ops.CLAMPED}, "limit=0.0, expected a positive number for clamped_swish"),
+    ({"alpha": float("nan")}, "alpha=nan, expected a finite number"),
+    ({"shared_activation": ops.CLAMPED}, "shared_activation='clamped_swish', expected one of silu"),
+]
+
+
+@pytest.mark.parametrize("grad", (False, True))
+@pytest.mark.parametrize(("changes", "why"), _MISFITS, ids=["-".join(changes) for changes, _ in _MISFITS])
+def test_nothing_runs_before_what_does_not_fit(changes: dict[str, Any], why: str, grad: bool) -> None:
+    spec, weights, x = small()
+    router = dataclasses.replace(spec.router, bias=changes.get("bias", False))
+    own = {n: v for n, v in changes.items() if hasattr(spec, n) and n not in weights._fields}
+    spec = dataclasses.replace(spec, router=router, **own)
+    weights = weights._replace(**{n: v for n, v in changes.items() if n in weights._fields})
+    with recording("sm_90") as launches, pytest.raises(ValueError, match=f"^mixture: {why}"):
+        mixture(spec, weights, x.requires_grad_(grad))
+    assert launches == []
+
+
+def test_activations_are_the_kernels() -> None:
+    assert moe.ACTIVATIONS == _math.ACTIVATIONS
+
+
+def test_tokens_of_no_width() -> None:
+    spec, weights, _ = small()
+    with pytest.raises(ops.ShapeError, match="has hidden=32, but hidden=0 so far"):
+        mixture(spec, weights, torch.zeros(5, 0))
+
+
+def test_one_token_without_an_axis() -> None:
+    spec, weights, x = small()
+    assert relative_error(mixture(spec, weights, x[0]).out, mixture(spec, weights, x).out[0]) < 1e-6
+
+
+def test_on_the_meta_device() -> None:
+    spec, weights, x = small()
+    with torch.device("meta"):
+        mixed = mixture(spec, MoeWeights(*(None if t is None else t.to("meta") for t in weights)), x.to("meta"))
+    assert mixed.out.is_meta and mixed.out.shape == x.shape
+
+
+@pytest.mark.parametrize("kernels", (False, True))
+def test_autocast_changes_nothing(kernels: bool) -> None:
+    """Neither the result nor a gradient: of fp32 weights the products are fp32, the shared expert's gate among them."""
+    spec, weights, x = small()
+    upstream = torch.randn(x.shape, generator=torch.Generator().manual_seed(10))
+
+    def run() -> list[Tensor]:
+        leaves = [t.detach().clone().requires_grad_() for t in (x, *weights) if t is not None]
+        given = iter(leaves[1:])
+        w = MoeWeights(*(None if t is None else next(given) for t in weights))
+        with torch.no_grad():
+            inference = mixture(spec, w, leaves[0]).out
+        out = mixture(spec, w, leaves[0]).out
+        return [inference, out.detach(), *torch.autograd.grad(out, leaves, upstream)]
+
+    with recording("sm_90") if kernels else contextlib.nullcontext():
+        want = run()
+        with torch.autocast("cpu", torch.bfloat16):
+            got = run()
+    assert all(a.dtype is torch.float32 and torch.equal(a, b) for a, b in zip(got, want, strict=True))

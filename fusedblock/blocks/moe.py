@@ -9,7 +9,8 @@ Run two ways: through the dispatcher, where autograd records it, and behind one 
 from __future__ import annotations
 
 import typing
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -85,7 +86,8 @@ def _with_shared(call: Call, spec: MoeSpec, w: MoeWeights, x: Tensor, routed: Te
     """routed plus the shared expert's result, which its last product adds."""
     g, _, _ = call("gated_mlp", x, w.shared_gate, w.shared_up, None, None, None, spec.shared_activation, 0.0, training)
     if w.shared_router is not None:  # one number a token: as well before the last product as after it
-        g = g * torch.sigmoid(torch.nn.functional.linear(x, w.shared_router))
+        (logit, *_) = call("linear", x, w.shared_router, None, None, None, 1.0)  # by our op: autocast does not see it
+        g = g * torch.sigmoid(logit)
     return call("linear", g, w.shared_down, None, routed, None, 1.0)[0]
 
 
@@ -139,8 +141,8 @@ def mixture(spec: MoeSpec, weights: MoeWeights, x: Tensor, *, kept: ops.Fixed | 
     experts and a shared expert that is not gated are one registered op. kept: fixed_mixture(spec, weights) of an earlier call.
     Raises ShapeError or ValueError naming the argument.
     """
-    _check(spec, weights, x)
-    rows, training = x.reshape(-1, x.shape[-1]), ops.wants_grad(x, *weights)
+    rows = _check(spec, weights, x)
+    training = ops.wants_grad(x, *weights)
     if training:
         mixed = _routed(ops.dispatched, spec, weights, rows, True)
     elif torch.compiler.is_compiling():
@@ -153,8 +155,40 @@ def mixture(spec: MoeSpec, weights: MoeWeights, x: Tensor, *, kept: ops.Fixed | 
     return mixed._replace(out=out.view(x.shape))
 
 
-def _check(spec: MoeSpec, w: MoeWeights, x: Tensor) -> None:
-    """What no operator sees: the rest is theirs to refuse."""
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+
+
+def _spec(transposed: bool) -> Any:
+    """Axes of x and the weights, for weights of the experts that lie so. Only its check is used: the op is a composition."""
+    reads = {
+        "x": "tokens hidden", "gate_up": "experts hidden 2*ffn" if transposed else "experts 2*ffn hidden",
+        "down": "experts ffn hidden" if transposed else "experts hidden ffn", "router": "experts hidden",
+        "router_bias": "experts", "router_correction": "experts", "gate_up_bias": "experts 2*ffn", "down_bias": "experts hidden",
+        "shared_gate": "shared_ffn hidden", "shared_up": "shared_ffn hidden", "shared_down": "hidden shared_ffn",
+        "shared_router": "one hidden",
+    }  # fmt: skip
+    return replace(
+        ops.OPS["moe_route"].spec, name="mixture", reads=reads, optional=frozenset(MoeWeights._field_defaults),
+        any_dtype=frozenset({"router_correction"}), derive=_related, writes={}, scratch={}, stages=(),
+    )  # fmt: skip
+
+
+def _related(sizes: dict[str, int], args: Mapping[str, Any]) -> dict[str, int]:
+    """Axes that are no others' equal."""
+    if sizes["2*ffn"] != 2 * sizes["ffn"]:
+        raise ops.ShapeError(f"mixture: down has ffn={sizes['ffn']}, but gate_up has 2*ffn={sizes['2*ffn']}")
+    if sizes.get("one", 1) != 1:
+        shape = tuple(args["shared_router"].shape)
+        raise ops.ShapeError(f"mixture: shared_router has shape {shape}, expected (1, {sizes['hidden']})")
+    return {}
+
+
+_SPECS = {transposed: _spec(transposed) for transposed in (False, True)}
+
+
+def _check(spec: MoeSpec, w: MoeWeights, x: Tensor) -> Tensor:
+    """x as `tokens hidden`. Raises, before any of the operators runs, what each of them would about its own arguments; the
+    router's numbers are left to the first."""
     if x.dim() < 1:
         raise ops.ShapeError(f"mixture: x has shape {tuple(x.shape)}, expected (... hidden)")
     router = spec.router
@@ -165,3 +199,14 @@ def _check(spec: MoeSpec, w: MoeWeights, x: Tensor) -> None:
     if len({*shared.values()}) > 1 or (w.shared_router is not None and not any(shared.values())):
         missing = ", ".join(name for name, given in shared.items() if not given)
         raise ValueError(f"mixture: the shared expert has no {missing}")
+    for name, known in (("activation", (*ACTIVATIONS, ops.CLAMPED)), ("shared_activation", ACTIVATIONS)):
+        if getattr(spec, name) not in known:
+            raise ValueError(f"mixture: {name}={getattr(spec, name)!r}, expected one of {', '.join(known)}")
+    for name in ("alpha", "limit"):
+        if not abs(getattr(spec, name)) < float("inf"):
+            raise ValueError(f"mixture: {name}={getattr(spec, name)}, expected a finite number")
+    if spec.activation == ops.CLAMPED and spec.limit <= 0:
+        raise ValueError(f"mixture: limit={spec.limit}, expected a positive number for {ops.CLAMPED}")
+    rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
+    _SPECS[bool(spec.transposed)].axes({"x": rows, **w._asdict()})
+    return rows

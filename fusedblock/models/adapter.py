@@ -17,6 +17,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from ..blocks import BlockSpec, BlockWeights, Slots
 from ..ops import Fixed
 from .binding import PLAIN_TENSORS, Binding, type_name
+from .interface import autocast_dtype
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Of attention: all that a layer may ask for. OURS takes other masks: see `interface.attention_mask`.
@@ -168,7 +169,7 @@ def compute_dtype(binding: Binding, x: Tensor, embeddings: Any) -> tuple[torch.d
         return None, "forward-mode differentiation is on"
     if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
         return None, "a torch.func transform is on"
-    compute = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
+    compute = autocast_dtype(x)
     if compute is not None and compute not in (torch.bfloat16, torch.float16):
         return None, f"autocast to {compute}"
     if reason := _tensors(binding, x, embeddings, compute):

@@ -50,8 +50,15 @@ class Binding(NamedTuple):
     fixed: Fixed | None = None  # None while torch.compile traces
 
 
+# Activations that are plain functions, called with their defaults.
+_FUNCTIONS = ((nn.functional.silu, "silu"), (nn.functional.gelu, "gelu"), (nn.functional.relu, "relu"))
+
+
 def activation_of(function: Any) -> str | None:
     """The activation's name in fusedblock.blocks, or None."""
+    for known_function, name in _FUNCTIONS:
+        if function is known_function:
+            return name
     name = type(function).__name__
     if type(function).__module__ not in ("torch.nn.modules.activation", "transformers.activations", "fusedblock.models.block"):
         return None
@@ -134,7 +141,7 @@ def type_name(value: Any) -> str:
     return cls.__qualname__ if cls.__module__ in ("builtins", "torch") else f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _refusal(path: str, module: Any, expected: str, capturing: bool = False) -> str | None:
+def refusal(path: str, module: Any, expected: str = "", capturing: bool = False) -> str | None:
     """Why the submodule must run itself, or None. expected: the dotted name of its class, "" for any module (an activation)."""
     if not isinstance(module, nn.Module):
         return f"{path} is {type_name(module)}, not a module"
@@ -157,8 +164,8 @@ def _refusal(path: str, module: Any, expected: str, capturing: bool = False) -> 
 def _child(layer: nn.Module, path: str, expected: str, capturing: bool = False) -> Child:
     parent, name = _owner(layer, path)
     module = (layer if parent is None else parent)._modules.get(name)
-    if refusal := _refusal(path, module, expected, capturing):
-        raise _Unfit(refusal)
+    if reason := refusal(path, module, expected, capturing):
+        raise _Unfit(reason)
     assert module is not None
     hooks = _hooks(module)
     ids = tuple(key for group in hooks for key in group)

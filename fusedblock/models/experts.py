@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .interface import NAME
+from .interface import NAME, autocast_dtype
 
 _MODULE = "transformers.integrations.moe"
 _DEFAULT = f"{_MODULE}._default_apply_gate"  # act_fn(gate) * up
@@ -51,8 +51,7 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
 
     activation, alpha, limit = _gate(module)
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
-    # Under autocast as torch's own products have it.
-    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
+    dtype = autocast_dtype(x)  # as torch's own products have it
     x, gate_up, down = (t if dtype is None else t.to(dtype) for t in (x, module.gate_up_proj, module.down_proj))
     gate_up_bias = down_bias = None
     if module.has_bias:
@@ -72,18 +71,23 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
 def _gate(module: Any) -> tuple[str, float, float]:
     """(activation of ops.moe_experts, alpha, limit) of an experts module. Raises ValueError for another computation."""
     from ..ops import CLAMPED
-    from .binding import activation_of
+    from .binding import activation_of, refusal
 
     if not module.has_gate:
         raise _refused(module, "its experts have no gate")
     more = sorted(name for name in module._modules if name not in _CHILDREN)
     if more:
         raise _refused(module, f"its experts have {', '.join(more)} too")
+    if "_apply_gate" in module.__dict__:
+        raise _refused(module, "it has an instance _apply_gate")
     gate = _gate_of(type(module))
     if gate == _DEFAULT:
         activation = activation_of(module.act_fn)
         if activation is None:
-            raise _refused(module, f"activation {type(module.act_fn).__name__} has no kernel")
+            name = getattr(module.act_fn, "__name__", type(module.act_fn).__name__)
+            raise _refused(module, f"activation {name} has no kernel")
+        if isinstance(module.act_fn, torch.nn.Module) and (why := refusal("act_fn", module.act_fn)):
+            raise _refused(module, why)
         return activation, 0.0, 0.0
     if gate not in _CLAMPED:
         raise _refused(module, f"its gate, {gate}, has no kernel")

@@ -198,6 +198,14 @@ def _refuse(kwargs: dict[str, Any], packed: bool) -> None:
         raise TypeError(f"{NAME} attention does not understand {', '.join(unknown)}; use attn_implementation='sdpa' or 'eager'")
 
 
+def autocast_dtype(t: Tensor) -> torch.dtype | None:
+    """What autocast casts to on t's device, or None where it is off, or where there is none: torch raises for meta tensors."""
+    kind = t.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
 def attention_forward(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
     scaling: float | None = None, sliding_window: Any = _Absent, softcap: float | None = None, s_aux: Tensor | None = None,
@@ -208,8 +216,7 @@ def attention_forward(
     `batch seq heads head_dim`. attention_mask: what the function of that name made, or a mask of 4 axes, bool or floating."""
     mask = attention_mask
     _refuse(kwargs, mask is not None or cu_seq_lens_q is not None)
-    if torch.is_autocast_enabled(query.device.type):  # which casts for torch's own attention
-        dtype = torch.get_autocast_dtype(query.device.type)
+    if dtype := autocast_dtype(query):  # which casts for torch's own attention
         query, key, value = (t.to(dtype) for t in (query, key, value))
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     bounds: tuple[Any, ...] = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -134,7 +135,8 @@ class Rotary(nn.Module):
         """cos and sin `1|batch seq rotary` in the dtype of hidden_states, for position_ids `1|batch seq`."""
         if self.refusal:
             raise ValueError(self.refusal)
-        with torch.autocast(hidden_states.device.type, enabled=False):
+        kind = hidden_states.device.type  # meta has no autocast to switch off
+        with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
             angles = position_ids[..., None].float() * self.inv_freq
             angles = angles.repeat_interleave(2, dim=-1) if self.tables == "repeat" else torch.cat((angles, angles), dim=-1)
             cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
