@@ -137,7 +137,7 @@ def load_paged(
     stride_page, stride_row, stride_h = strides
     d = COL + tl.arange(0, DP)
     inside = col < context
-    page = tl.load(pages + col // PAGE, inside, other=0.0)
+    page = tl.load(pages + col // PAGE, inside, other=0)
     known = (page >= 0) & (page < PAGES)
     at = x + h.to(tl.int64) * stride_h + page.to(tl.int64) * stride_page + (col % PAGE).to(tl.int64) * stride_row
     t = tl.load(at[:, None] + d[None, :], (inside & known)[:, None] & (d < D)[None, :], other=0.0)
@@ -276,31 +276,31 @@ def _schedule_kernel(
     wrong = tl.zeros([CHUNK], tl.int32)
     for first in range(0, SEGMENTS + 1, CHUNK):
         s = first + tl.arange(0, CHUNK)
-        here = tl.load(cu + s, s <= SEGMENTS, other=0.0)
+        here = tl.load(cu + s, s <= SEGMENTS, other=0)
         start = here // BLOCK + s
         ended += tl.sum(((start[None, :] <= slot[:, None]) & (s <= SEGMENTS)[None, :]).to(tl.int32), 1)
-        after = tl.load(cu + s + 1, s < SEGMENTS, other=0.0)
+        after = tl.load(cu + s + 1, s < SEGMENTS, other=0)
         bad = (s < SEGMENTS) & ((after < here) | (after > TOKENS)) | ((s == 0) & (here != 0))
         if other is not None:
-            a = tl.load(other + s, s <= SEGMENTS, other=0.0)
-            z = tl.load(other + s + 1, s < SEGMENTS, other=0.0)
+            a = tl.load(other + s, s <= SEGMENTS, other=0)
+            z = tl.load(other + s + 1, s < SEGMENTS, other=0)
             bad = bad | (s < SEGMENTS) & ((z < a) | (z > OTHERS)) | ((s == 0) & (a != 0))
         if used is not None:
-            n = tl.load(used + s, s < SEGMENTS, other=0.0)
+            n = tl.load(used + s, s < SEGMENTS, other=0)
             bad = bad | (s < SEGMENTS) & ((n < 0) | (n > OTHERS))
         wrong = wrong | bad.to(tl.int32)
     segment = ended - 1
     inside = (segment >= 0) & (segment < SEGMENTS)
-    row = tl.load(cu + segment, segment >= 0, other=0.0)
+    row = tl.load(cu + segment, segment >= 0, other=0)
     end = tl.load(cu + segment + 1, inside, other=TOKENS)
     tile = slot - (row // BLOCK + segment)
     start = tl.zeros([N], tl.int32)
     length = tl.zeros([N], tl.int32)
     if other is not None:
-        start = tl.load(other + segment, inside, other=0.0)
+        start = tl.load(other + segment, inside, other=0)
         length = tl.load(other + segment + 1, inside, other=0) - start
     if used is not None:
-        length = tl.load(used + segment, inside, other=0.0)
+        length = tl.load(used + segment, inside, other=0)
     if tl.max(wrong, 0) > 0:  # every row, by slots alone
         segment = tl.full([N], -1, tl.int32)
         tile = tl.zeros([N], tl.int32)

@@ -10,9 +10,9 @@ from ._lang import tl, triton
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 
 
-def check_activation(op: str, activation: str) -> None:
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"{op}: activation={activation!r}, expected one of {', '.join(ACTIVATIONS)}")
+def check_activation(op: str, activation: str, name: str = "activation", more: tuple[str, ...] = ()) -> None:
+    if activation not in (*ACTIVATIONS, *more):
+        raise ValueError(f"{op}: {name}={activation!r}, expected one of {', '.join((*ACTIVATIONS, *more))}")
 
 
 def plain_activate(x: Tensor, activation: str) -> Tensor:

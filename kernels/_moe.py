@@ -10,7 +10,6 @@ A slot is (token, j), j < top_k; a row is a slot in the order of the experts. Th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import isfinite
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from ._lang import tl, triton
 from ._launch import descriptor, tma_ready
-from ._math import ACTIVATIONS, activate, activate_grad, plain_activate, plain_activate_backward, sigmoid, tile_order
+from ._math import activate, activate_grad, check_activation, plain_activate, plain_activate_backward, sigmoid, tile_order
 from ._moe_index import max_tiles
 from ._spec import Args, ShapeError, Sizes
 from ._target import Target
@@ -59,14 +58,18 @@ def check(op: str, sizes: Sizes, args: Args) -> dict[str, int]:
             raise ValueError(f"{op}: {name} has dtype {args[name].dtype}, expected torch.int32")
     if not args["weights"].is_floating_point():
         raise ValueError(f"{op}: weights has dtype {args['weights'].dtype}, expected a floating one")
-    if args["activation"] not in (*ACTIVATIONS, CLAMPED):
-        raise ValueError(f"{op}: activation={args['activation']!r}, expected one of {', '.join((*ACTIVATIONS, CLAMPED))}")
-    for name in ("alpha", "limit"):
-        if not isfinite(args[name]):
-            raise ValueError(f"{op}: {name}={args[name]}, expected a finite number")
-    if args["activation"] == CLAMPED and args["limit"] <= 0:
-        raise ValueError(f"{op}: limit={args['limit']}, expected a positive number for {CLAMPED}")
+    check_gate(op, args["activation"], args["alpha"], args["limit"])
     return {"ffn": ffn, "gate_up": gate_up}
+
+
+def check_gate(op: str, activation: str, alpha: float, limit: float) -> None:
+    """Raises ValueError naming the number of the gate that no kernel takes."""
+    check_activation(op, activation, more=(CLAMPED,))
+    for name, number in (("alpha", alpha), ("limit", limit)):
+        if not abs(number) < float("inf"):  # which torch.compile traces, unlike math.isfinite
+            raise ValueError(f"{op}: {name}={number}, expected a finite number")
+    if activation == CLAMPED and limit <= 0:
+        raise ValueError(f"{op}: limit={limit}, expected a positive number for {CLAMPED}")
 
 
 def _sides(sizes: Sizes, name: str, transposed: bool) -> tuple[int, int]:

@@ -293,8 +293,12 @@ def test_nothing_runs_before_what_does_not_fit(changes: dict[str, Any], why: str
     assert launches == []
 
 
-def test_activations_are_the_kernels() -> None:
-    assert moe.ACTIVATIONS == _math.ACTIVATIONS
+@pytest.mark.parametrize("name, more", [("activation", (ops.CLAMPED,)), ("shared_activation", ())])
+def test_activations_are_the_kernels(name: str, more: tuple[str, ...]) -> None:
+    spec, weights, x = small()
+    with pytest.raises(ValueError) as refused:
+        mixture(dataclasses.replace(spec, **{name: "?"}), weights, x)
+    assert str(refused.value) == f"mixture: {name}='?', expected one of {', '.join((*_math.ACTIVATIONS, *more))}"
 
 
 def test_tokens_of_no_width() -> None:

@@ -155,9 +155,6 @@ def mixture(spec: MoeSpec, weights: MoeWeights, x: Tensor, *, kept: ops.Fixed | 
     return mixed._replace(out=out.view(x.shape))
 
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
-
-
 def _spec(transposed: bool) -> Any:
     """Axes of x and the weights, for weights of the experts that lie so. Only its check is used: the op is a composition."""
     reads = {
@@ -199,14 +196,8 @@ def _check(spec: MoeSpec, w: MoeWeights, x: Tensor) -> Tensor:
     if len({*shared.values()}) > 1 or (w.shared_router is not None and not any(shared.values())):
         missing = ", ".join(name for name, given in shared.items() if not given)
         raise ValueError(f"mixture: the shared expert has no {missing}")
-    for name, known in (("activation", (*ACTIVATIONS, ops.CLAMPED)), ("shared_activation", ACTIVATIONS)):
-        if getattr(spec, name) not in known:
-            raise ValueError(f"mixture: {name}={getattr(spec, name)!r}, expected one of {', '.join(known)}")
-    for name in ("alpha", "limit"):
-        if not abs(getattr(spec, name)) < float("inf"):
-            raise ValueError(f"mixture: {name}={getattr(spec, name)}, expected a finite number")
-    if spec.activation == ops.CLAMPED and spec.limit <= 0:
-        raise ValueError(f"mixture: limit={spec.limit}, expected a positive number for {ops.CLAMPED}")
+    ops.check_gate("mixture", spec.activation, spec.alpha, spec.limit)
+    ops.check_activation("mixture", spec.shared_activation, "shared_activation")
     rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
     _SPECS[bool(spec.transposed)].axes({"x": rows, **w._asdict()})
     return rows
