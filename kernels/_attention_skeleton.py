@@ -34,7 +34,7 @@ CROSSOVERS: dict[str, tuple[tuple[int, int], ...]] = {"forward": ((64, 513), (25
 _REFUSED = ("mask", "bias", "alibi_slopes", "prefix_lens", "block_table", "q_scale", "k_scale", "v_scale", "dropout_p")
 _FORWARD_ONLY = ("seqused_k",)
 # Options that they take, but that they have not been timed with: there they run where they are asked for. To be emptied then.
-_NOT_MEASURED: tuple[str, ...] = ("block_map",)
+_NOT_MEASURED: tuple[str, ...] = ()
 # Beside a call's arguments: no Gluon kernels, as _hopper_check.py says just now.
 PORTABLE = {"portable": True}
 _NAMES = {

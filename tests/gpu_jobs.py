@@ -139,7 +139,9 @@ FURTHER = (
     qkv_case(1, 1100, 264, 64, 3, 1, bias=True, rope="", layout="columns"), qkv_case(1, 1100, 72, 256, 1, 1, norm="early"),
     qkv_case(1, 1100, 264, 128, 1, 1, tables="repeat", rope="interleaved", norm="layer", bias=True),
     *[moe_case(tokens=t, hidden=264, ffn=392, experts=6, routing="holes", tile_rows=rows, save=save, **words)
-      for t, rows in ((1100, 128), (1100, 64), (300, 32), (300, 16), (61, 64), (61, 32), (29, 16), (1, 16))
+      for t, rows in ((1100, 128), (1100, 64), (300, 32), (300, 16), (61, 64), (61, 32), (29, 16))
+      for save, words in ((True, {}), (False, GPT_OSS))],
+    *[moe_case(tokens=1, hidden=264, ffn=392, experts=9, top_k=6, routing="holes", save=save, **words)
       for save, words in ((True, {}), (False, GPT_OSS))],
     moe_case(tokens=1100, hidden=264, ffn=392, tile_rows=128, routing="one", laid="interleaved", activation="gelu", bias=True),
     moe_case(tokens=1100, hidden=264, ffn=392, tile_rows=128, laid="transposed", activation="gelu_tanh", weights=torch.float32),
