@@ -102,8 +102,11 @@ def choices(dry: bool) -> list[Group]:
     """What the tables of choices in kernels/ are filled from: forms by tokens, tile rows, tiles, the backward's, the router's."""
     chosen = "fusedblock, as chosen"
 
-    def one(label: str, tokens: int, *ways: str, bench: str = FORWARD, quick: bool = False) -> Group:
-        return Group(bench, label, MODELS[label](tokens), (chosen, *ways), quick)
+    def one(label: str, tokens: int, *ways: str, quick: bool = False) -> Group:
+        return Group(FORWARD, label, MODELS[label](tokens), (chosen, *ways), quick)
+
+    def gradients(label: str, kind: str) -> Group:  # a case a kind: each takes a compiler a minute
+        return Group(BOTH, f"{label}, {kind}", MODELS[label](4096), (chosen, *_names(kind)))
 
     def router(label: str, tokens: int, kind: str) -> Group:
         return Group(ROUTER, label, MODELS[label](tokens), ("router, as chosen", *(name for name, _ in ROUTERS[kind])))
@@ -112,6 +115,7 @@ def choices(dry: bool) -> list[Group]:
     made = [
         one(QWEN, 1, "vector", "stream", "grouped", *_names("vector"), quick=True),
         one(MIXTRAL, 1, "vector", "stream", "grouped", *_names("vector")),
+        *(gradients(label, kind) for kind in ("grad_weight", "grad_hidden", "grad_rows") for label in (QWEN, MIXTRAL)),
         *(one(label, tokens, "stream", "grouped") for tokens in (2, 4, 8, 32, 128) for label in (QWEN, MIXTRAL)),
         *(one(label, tokens, "stream", "grouped", *more, *_names("stream"))
           for tokens, more in ((16, ("rows 32",)), (64, ("rows 16", "rows 32", "rows 64"))) for label in (QWEN, MIXTRAL)),
@@ -120,7 +124,6 @@ def choices(dry: bool) -> list[Group]:
         one(QWEN, 512, "rows 16", "rows 32", "rows 128", *grouped[64], quick=True),
         one(MIXTRAL, 512, "rows 16", "rows 32", "rows 64", *grouped[128]),
         one(QWEN, 4096, "rows 32", "rows 64", *grouped[128]), one(MIXTRAL, 4096, "rows 64", *grouped[128]),
-        one(QWEN, 4096, *_names("backward"), bench=BOTH), one(MIXTRAL, 4096, *_names("backward"), bench=BOTH),
         one(QWEN, 16384, "rows 64", *grouped[128]), one(MIXTRAL, 16384, "rows 64", *grouped[128]),
         *(router(label, tokens, kind) for label in (QWEN, MIXTRAL)
           for tokens, kind in ((1, "few"), (64, "few"), (512, "some"), (4096, "many"), (16384, "many"))),

@@ -148,10 +148,11 @@ CONFIGS = {
         (2, 512, 4, 4), (8, 512, 4, 4), (4, 1024, 4, 4), (4, 512, 2, 4), (8, 256, 4, 4), (4, 256, 4, 4))),
     "vector_columns": tuple(_config("vector_columns", *numbers) for numbers in (
         (32, 32, 4, 4), (128, 32, 4, 3), (64, 64, 4, 3), (32, 64, 4, 4), (64, 64, 8, 4))),
-    "backward": (
-        _config("grad_rows", 128, 64, 4, 4, **_T), _config("grad_rows", 128, 128, 8, 3, **_T),
+    "grad_rows": (_config("grad_rows", 128, 64, 4, 4, **_T), _config("grad_rows", 128, 128, 8, 3, **_T)),
+    "grad_hidden": (
         _config("grad_hidden", 128, 64, 8, 3, **_T, split=4), _config("grad_hidden", 64, 64, 8, 4, **_TWO, split=2),
-        _config("grad_hidden", 128, 128, 8, 3, **_T, split=4),
+        _config("grad_hidden", 128, 128, 8, 3, **_T, split=4)),
+    "grad_weight": (
         _config("grad_weight", 128, 64, 8, 6, **_TWO, block_m=128), _config("grad_weight", 256, 64, 8, 4, **_T, block_m=128),
         _config("grad_weight", 256, 64, 8, 5, **_T, block_m=128), _config("grad_weight", 128, 64, 4, 4, **_THREE, block_m=128),
         _config("grad_weight", 128, 128, 8, 4, **_T, block_m=128)),
