@@ -128,7 +128,7 @@ FORM_WAYS = {"vector": _form("vector"), "stream": _form("stream"), "grouped": _f
 STREAM_64 = {"stream, rows 64": dataclasses.replace(_form("stream"), rows=64)}  # where 128 would be chosen
 ROW_WAYS = {f"rows {rows}": Way(rows=rows) for rows in _moe.TILE_ROWS}
 _T, _S = {"tma": True}, {"tma": True, "swap": True}
-_TWO, _THREE = {**_T, "per_sm": 2}, {**_T, "per_sm": 3}
+_TWO = {**_T, "per_sm": 2}  # as many as registers and shared memory let be there at once
 # What the compiler makes for sm_90 without spills: of what is chosen at 16, 32, 64 and 128 rows.
 CONFIGS = {
     "gate_up 16": (_config("gate_up", 64, 128, 4, 4, **_S, per_sm=3), _config("gate_up", 128, 64, 4, 6, **_S, per_sm=2),
@@ -150,11 +150,11 @@ CONFIGS = {
         (32, 32, 4, 4), (128, 32, 4, 3), (64, 64, 4, 3), (32, 64, 4, 4), (64, 64, 8, 4))),
     "grad_rows": (_config("grad_rows", 128, 64, 4, 4, **_T), _config("grad_rows", 128, 128, 8, 3, **_T)),
     "grad_hidden": (
-        _config("grad_hidden", 128, 64, 8, 3, **_T, split=4), _config("grad_hidden", 64, 64, 8, 4, **_TWO, split=2),
+        _config("grad_hidden", 128, 64, 8, 3, **_T, split=4), _config("grad_hidden", 64, 64, 8, 4, **_T, split=2),
         _config("grad_hidden", 128, 128, 8, 3, **_T, split=4)),
     "grad_weight": (
         _config("grad_weight", 128, 64, 8, 6, **_TWO, block_m=128), _config("grad_weight", 256, 64, 8, 4, **_T, block_m=128),
-        _config("grad_weight", 256, 64, 8, 5, **_T, block_m=128), _config("grad_weight", 128, 64, 4, 4, **_THREE, block_m=128),
+        _config("grad_weight", 256, 64, 8, 5, **_T, block_m=128), _config("grad_weight", 128, 64, 4, 4, **_TWO, block_m=128),
         _config("grad_weight", 128, 128, 8, 4, **_T, block_m=128)),
 }  # fmt: skip
 CONFIG_WAYS = dict(way for ways in CONFIGS.values() for way in ways)
