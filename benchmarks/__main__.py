@@ -1,12 +1,12 @@
-"""python -m benchmarks layer [--model NAME]... | attention, each with [--json FILE] [--quick] [--only REGEX] [--budget SECONDS]
-[--dry]"""
+"""python -m benchmarks layer [--model NAME]... | attention | moe, each with [--json FILE] [--quick] [--only REGEX]
+[--budget SECONDS] [--dry]"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from . import attention, layer
+from . import attention, layer, moe
 
 
 def main() -> int:
@@ -14,8 +14,9 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     layer.add_arguments(commands.add_parser("layer", help="decoder layers of three models, and operators, beside their peers"))
     attention.add_arguments(commands.add_parser("attention", help="attention in all its variants beside its peers"))
+    moe.add_arguments(commands.add_parser("moe", help="mixtures of experts, router and experts, beside transformers' blocks"))
     args = parser.parse_args()
-    return {"layer": layer, "attention": attention}[args.command].main(args)
+    return {"layer": layer, "attention": attention, "moe": moe}[args.command].main(args)
 
 
 if __name__ == "__main__":

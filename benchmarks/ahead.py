@@ -1,4 +1,4 @@
-"""python -m benchmarks.ahead [--choices] GROUP: compile what its cases need, in a process of its own, before anything is timed.
+"""python -m benchmarks.ahead [--choices] BENCH GROUP: compile what its cases need, in a process of its own, before any is timed.
 
 One process a group, many at once: a compiler keeps one core busy, and what it makes is found again in the caches on disk. A
 kernel that hangs or leaves the GPU unusable does so here first, and is then not run in the process that times the others.
@@ -6,6 +6,7 @@ kernel that hangs or leaves the GPU unusable does so here first, and is then not
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -26,26 +27,27 @@ PROCESSES = 16
 
 
 def compile_all(
-    names: Sequence[str], seconds: float, log: Callable[[str], None], choices: bool = False
+    bench: str, names: Sequence[str], seconds: float, log: Callable[[str], None], choices: bool = False
 ) -> tuple[list[dict[str, Any]], dict[Key, str]]:
-    """(what was compiled, how long it took and what became of it; implementations that must not be run, and why)."""
+    """(what was compiled, how long it took and what became of it; implementations that must not be run, and why). bench: the name
+    of a module here, names: of its groups."""
     # Inductor would else set it when it first compiles, to a directory where kernels compiled before are not found.
     os.environ.setdefault("TRITON_CACHE_DIR", os.path.expanduser("~/.triton/cache"))
     started = time.monotonic()
     with ThreadPoolExecutor(min(PROCESSES, os.cpu_count() or 1)) as pool:
-        found = list(pool.map(partial(_compile, end=started + seconds, choices=choices), names))
+        found = list(pool.map(partial(_compile, bench, end=started + seconds, choices=choices), names))
     broken = {key: reason for _, part in found for key, reason in part.items()}
     log(f"  compiled ahead in {time.monotonic() - started:.0f} s: {len(names)} groups" + "".join(f"\n    {key}: {reason}"
         for key, reason in broken.items()))  # fmt: skip
     return [one for part, _ in found for one in part], broken
 
 
-def _compile(name: str, end: float, choices: bool = False) -> tuple[list[dict[str, Any]], dict[Key, str]]:
+def _compile(bench: str, name: str, end: float, choices: bool = False) -> tuple[list[dict[str, Any]], dict[Key, str]]:
     left = end - time.monotonic()
     if left <= 0:
         return [], {}
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        command = [sys.executable, "-m", "benchmarks.ahead", *["--choices"] * choices, name]
+        command = [sys.executable, "-m", "benchmarks.ahead", *["--choices"] * choices, bench, name]
         env = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         try:
             code = subprocess.run(command, cwd=ROOT, env=env, stdout=out, stderr=err, timeout=left).returncode
@@ -78,17 +80,17 @@ def outcome(lines: Sequence[str], code: int, reason: str) -> tuple[list[dict[str
     return done, broken
 
 
-def main(name: str, dry: bool = False, choices: bool = False) -> int:
+def main(bench: str, name: str, dry: bool = False, choices: bool = False) -> int:
     import torch
 
-    from . import attention
-    from .attention_forms import COMPILED
     from .engine import reason
 
+    of = importlib.import_module(f".{bench}", __package__)
+
     device = torch.device("cpu" if dry else "cuda")
-    group = next(g for g in (attention.choices if choices else attention.groups)(dry) if g.name == name)
-    for case in attention.cases(group, dry, device):
-        for impl in (impl for impl in COMPILED if impl in case.implementations):
+    group = next(g for g in (of.choices if choices else of.groups)(dry) if g.name == name)
+    for case in of.cases(group, dry, device):
+        for impl in (impl for impl in of.COMPILED if impl in case.implementations):
             key = {"bench": case.bench, "case": case.name, "impl": impl}
             print(json.dumps(key), flush=True)
             started, status = time.monotonic(), "ok"
@@ -105,4 +107,4 @@ def main(name: str, dry: bool = False, choices: bool = False) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[-1], "--dry" in sys.argv, "--choices" in sys.argv))
+    sys.exit(main(*sys.argv[-2:], "--dry" in sys.argv, "--choices" in sys.argv))

@@ -7,10 +7,7 @@ formula in float64; one that is farther from it than 1.5 times the formula in bf
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import re
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,15 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedblock.metering.device import describe, measure_ceilings
+from fusedblock.metering.device import describe
 from fusedblock.metering.report import table
-from fusedblock.metering.timing import CpuTimer, default_timer, input_sets
+from fusedblock.metering.timing import input_sets
 
-from . import ahead, rows
-from .attention_forms import BIAS_TILES, FORMS, WAYS, Form, within
+from . import command
+from .attention_forms import BIAS_TILES, COMPILED, FORMS, WAYS, Form, within
 from .attention_problem import Inputs, Problem, make_inputs, plain
-from .engine import Candidate, Case, Settings, reason, run
+from .command import tiny
+from .engine import Candidate, Case
 from .rows import Row
+
+__all__ = ["COMPILED", "add_arguments", "cases", "choices", "groups", "main", "summary"]
 
 FORWARD, BACKWARD = "attention forward", "attention backward"
 OURS = ("fusedblock", "fusedblock, portable")
@@ -85,7 +85,7 @@ def groups(dry: bool) -> list[Group]:
         Group("prefix", Problem(2, 8192, prefix=(2048, 4096)), ("sdpa, mask", "flex", "fusedblock")),
         Group("ALiBi", Problem(4, 4096, alibi=True), ("flex", "fusedblock")),
     ]  # fmt: skip
-    return _tiny(made) if dry else made
+    return tiny(made) if dry else made
 
 
 def choices(dry: bool) -> list[Group]:
@@ -105,13 +105,7 @@ def choices(dry: bool) -> list[Group]:
         *(Group("causal", Problem(32768 // seq, seq), ("sdpa, cudnn", "fusedblock, short", *both[:3]), inference=True)
           for seq in (64, 128, 256)),
     ]  # fmt: skip
-    return _tiny(made) if dry else made
-
-
-def _tiny(made: list[Group]) -> list[Group]:
-    """For a CPU, one of several that come to one size."""
-    small = [dataclasses.replace(group, problem=group.problem.tiny()) for group in made]
-    return list({group.name: group for group in reversed(small)}.values())[::-1]
+    return tiny(made) if dry else made
 
 
 def cases(group: Group, dry: bool, device: torch.device) -> Iterator[Case]:
@@ -165,84 +159,17 @@ def _backward(form: Form, given: Inputs) -> Callable[[], tuple[Tensor, ...]]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", metavar="FILE", help="result file (default: benchmarks/results/attention-GPU-DATE.json)")
-    parser.add_argument("--choices", action="store_true", help="what fusedblock chooses between instead of what it is beside")
-    parser.add_argument("--quick", action="store_true", help="five problems and fewer samples")
-    parser.add_argument("--only", metavar="REGEX", default="", help="cases whose 'bench: case' matches")
-    parser.add_argument("--budget", metavar="SECONDS", type=float, default=440.0, help="no new work after this (default: 440)")
-    parser.add_argument("--seconds", metavar="N", type=float, default=2.5, help="for the samples of one case (default: 2.5)")
-    parser.add_argument("--dry", action="store_true", help="the whole flow on the CPU at tiny sizes; its times mean nothing")
+    command.add_arguments(parser, "attention", "five problems and fewer samples", budget=440.0, seconds=2.5)
 
 
 def main(args: argparse.Namespace) -> int:
-    started = time.monotonic()
-    if not args.dry and not torch.cuda.is_available():
-        print("benchmarks attention: torch sees no GPU here, and a CPU's times would say nothing; --dry runs the flow",
-              file=sys.stderr)  # fmt: skip
-        return 2
-    device = torch.device("cpu" if args.dry else "cuda")
-    stamp = rows.Stamp.now(str(device))
-    settings = Settings(
-        stamp, device,
-        seconds=args.seconds, rounds=3 if args.dry else 15 if args.quick else 20,
-        deadline=started + args.budget, timer=CpuTimer if args.dry else default_timer,
-        log=lambda line: print(line, file=sys.stderr, flush=True),
-    )  # fmt: skip
-    extra: dict[str, Any] = {
-        "machine": describe(device), "ceilings": None if args.dry else dataclasses.asdict(measure_ceilings(device)),
-    }  # fmt: skip
-    path = args.json or (None if args.dry else rows.default_path("choices" if args.choices else "attention", stamp))
-    listed = [group for group in (choices if args.choices else groups)(args.dry) if group.quick or not args.quick]
-    work = selected(listed, args.only, args.dry, device)
-    broken: dict[tuple[str, str, str], str] = {}
-    if not args.dry:
-        wanted = list(dict.fromkeys(group.name for group, _ in work if group.ahead))
-        extra["compiled_ahead"], broken = ahead.compile_all(wanted, args.budget / 3, settings.log, args.choices)
-    for _, case in work:
-        made = guarded(case, settings, broken)
-        print(rows.text(made), end="\n\n", flush=True)
-        if path:
-            rows.write(path, settings.rows, extra)
-    extra["seconds"] = round(time.monotonic() - started, 1)
-    if not args.choices:
-        extra |= {"three_steps": three_steps(args.dry), "targets": targets(settings.rows)}
-        print(steps_text(extra["three_steps"]), targets_text(extra["targets"]), sep="\n\n")
-    if path:
-        rows.write(path, settings.rows, extra)
-    skipped = sum(row.status.startswith("skipped") for row in settings.rows)
-    print(f"{len(settings.rows)} rows in {extra['seconds']:.0f} s" + (f", {skipped} skipped: out of time" if skipped else "")
-          + (f", written to {path}" if path else ""))  # fmt: skip
-    return 0
+    return command.main(args, sys.modules[__name__])
 
 
-def selected(made: Sequence[Group], only: str, dry: bool, device: torch.device) -> list[tuple[Group, Case]]:
-    """Each with the group it is of."""
-    pattern = re.compile(only)
-    return [
-        (group, case)
-        for group in made
-        for case in cases(group, dry, device)
-        if pattern.search(f"{case.bench}: {case.name}")
-    ]
-
-
-def guarded(case: Case, settings: Settings, broken: dict[tuple[str, str, str], str]) -> list[Row]:
-    """broken: (bench, case, implementation) -> what it did in a process of its own that it must not do in this one."""
-
-    def refuse(why: str) -> Candidate:
-        raise RuntimeError(why)
-
-    case.implementations = {
-        name: partial(refuse, why) if (why := broken.get((case.bench, case.name, name))) else build
-        for name, build in case.implementations.items()
-    }
-    try:
-        return run(case, settings)
-    except Exception as error:  # a GPU that an implementation has left unusable fails everything after it, too
-        why = f"failed: {reason(error)}"
-        made = [rows.failed(case.bench, case.name, name, why, settings.stamp, case.model) for name in case.implementations]
-        settings.rows += made
-        return made
+def summary(found: Sequence[Row], dry: bool) -> tuple[dict[str, Any], list[str]]:
+    """What is added to the file, and printed."""
+    steps, reached = three_steps(dry), targets(found)
+    return {"three_steps": steps, "targets": reached}, [steps_text(steps), targets_text(reached)]
 
 
 # Label -> what its fastest peer's time over ours must come to; None: only reported.

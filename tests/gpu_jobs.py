@@ -120,6 +120,9 @@ FORWARD_AND_BACKWARD = (
     moe_case(tokens=37, routing="holes", bias=True), moe_case(tokens=300, hidden=136, ffn=72, experts=9, top_k=3, tile_rows=64),
     moe_case(tokens=1, experts=7, top_k=6), moe_case(tokens=70, hidden=72, ffn=136, **GPT_OSS),
     moe_case(tokens=1, hidden=136, experts=7, top_k=6, **GPT_OSS),
+    # One expert has every token: more than a tile of rows in each form.
+    moe_case(tokens=45, hidden=72, experts=9, top_k=3, routing="one"), moe_case(tokens=33, ffn=72, routing="one", tile_rows=32),
+    moe_case(tokens=1100, hidden=72, ffn=136, routing="one", tile_rows=64),
 )  # fmt: skip
 FORWARD = (
     linear_case(300, 136, 264, "residual norm_weight"), qkv_case(2, 70, 136, 64, 1, 3, bias=True, normed=True),

@@ -14,10 +14,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import ahead, attention, rows
-from benchmarks.attention import BACKWARD, FORWARD, cases, groups, guarded, targets, targets_text
+from benchmarks import ahead, attention, command, rows
+from benchmarks.attention import BACKWARD, FORWARD, cases, groups, targets, targets_text
 from benchmarks.attention_forms import BIAS_TILES, COMPILED, FORMS, WAYS, Way, standard, within
 from benchmarks.attention_problem import Inputs, Problem, make_inputs, plain
+from benchmarks.command import guarded
 from benchmarks.engine import Candidate, Case, Settings, errors, run, tensors, verdict
 from fusedblock.kernels._target import target_of
 from fusedblock.metering.counter import TrafficCounter
@@ -307,7 +308,7 @@ def test_what_broke_ahead_is_not_run_and_no_error_ends_the_run(monkeypatch: pyte
     def lost(*rest: Any) -> None:
         raise RuntimeError("CUDA error: an illegal memory access\nmore")
 
-    monkeypatch.setattr(attention, "run", lost)
+    monkeypatch.setattr(command, "run", lost)
     given = settings()
     made = guarded(case, given, {})
     assert {r.status for r in made} == {"failed: RuntimeError: CUDA error: an illegal memory access"} and given.rows == made
@@ -339,7 +340,7 @@ def test_choices_in_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_ahead_says_what_it_compiles(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ahead.main("causal, H4/2 D16 B2 S40", dry=True) == 0
+    assert ahead.main("attention", "causal, H4/2 D16 B2 S40", dry=True) == 0
     done, broken = ahead.outcome(capsys.readouterr().out.splitlines(), 0, "")
     assert broken == {} and {(d["bench"], d["impl"]) for d in done} == {
         (b, i) for b in (FORWARD, BACKWARD) for i in ("flex", "fa4", "fusedblock", "fusedblock, portable")
@@ -366,8 +367,8 @@ def test_ahead_tells_a_broken_kernel_from_a_failed_one(monkeypatch: pytest.Monke
         raise subprocess.TimeoutExpired(command, timeout)
 
     monkeypatch.setattr(subprocess, "run", process)
-    done, broken = ahead.compile_all(["one", "two"], 100.0, lambda text: None)
+    done, broken = ahead.compile_all("attention", ["one", "two"], 100.0, lambda text: None)
     assert done == [] and list(broken) == [("b", "c", "fusedblock")]
     assert sorted(command[-1] for command, _ in seen) == ["one", "two"] and all(90 < timeout <= 100 for _, timeout in seen)
     assert "still busy after" in broken["b", "c", "fusedblock"]
-    assert ahead.compile_all(["one"], -1.0, lambda text: None) == ([], {}) and len(seen) == 2
+    assert ahead.compile_all("attention", ["one"], -1.0, lambda text: None) == ([], {}) and len(seen) == 2

@@ -1,0 +1,103 @@
+"""The whole block of a mixture on a GPU: recorded and replayed, in a CUDA graph, with gradients, of few tokens, many and none."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.engine import errors, verdict
+from benchmarks.moe_forms import ours
+from benchmarks.moe_problem import Inputs, Problem, make_inputs, make_weights, plain
+from fusedblock import options
+
+pytestmark = pytest.mark.gpu
+DEVICE = torch.device("cuda")
+BLOCK = partial(Problem, experts=12, top_k=4, hidden=136, ffn=72, model="qwen3_moe")
+# Vectors; `down` and its sums in one launch, of 16 rows and of 32; three launches, of 64 rows and of 128; some with two experts
+# that every token chooses.
+PROBLEMS = [BLOCK(1), BLOCK(5), BLOCK(33), BLOCK(45, hot=2), BLOCK(130), BLOCK(1100), BLOCK(1100, hot=2),
+            BLOCK(1, transposed=True), BLOCK(45, transposed=True), BLOCK(1100, transposed=True, model="mixtral")]  # fmt: skip
+
+
+def name(p: Problem) -> str:
+    return f"T{p.tokens}" + "-skewed" * bool(p.hot) + "-transposed" * p.transposed
+
+
+def made(p: Problem, backward: bool = False, seed: int = 0) -> Inputs:
+    return make_inputs(p, DEVICE, make_weights(p, DEVICE, backward), seed, backward)
+
+
+def assert_right(p: Problem, given: Inputs, results: list[Tensor]) -> None:
+    exact = plain(p, given, torch.float64)
+    assert verdict(errors(results, exact), errors(plain(p, given, torch.bfloat16), exact)) == "ok"
+
+
+def run(p: Problem, given: Inputs) -> Tensor:
+    with torch.no_grad():
+        return ours(p, given.weights)(given)
+
+
+@pytest.mark.parametrize("p", PROBLEMS, ids=name)
+def test_recorded_and_replayed(p: Problem) -> None:
+    """Equal bits from the launches that are replayed, and right for other tokens, which choose other experts."""
+    for seed in range(3):
+        given = made(p, seed=seed)
+        first = run(p, given)
+        assert_right(p, given, [first])
+        assert all(torch.equal(run(p, given), first) for _ in range(3))
+
+
+@pytest.mark.parametrize("p", PROBLEMS, ids=name)
+def test_gradients(p: Problem) -> None:
+    given = made(p, backward=True)
+
+    def step() -> list[Tensor]:
+        out = ours(p, given.weights)(given)
+        return [out.detach(), *torch.autograd.grad(out, given.leaves(), given.grad_out)]
+
+    first = step()
+    assert_right(p, given, first)
+    assert all(torch.equal(a, b) for a, b in zip(step(), first))
+
+
+@pytest.mark.parametrize("p", PROBLEMS[:6], ids=name)
+def test_in_a_cuda_graph(p: Problem) -> None:
+    """The graph routes anew: other tokens in the same memory."""
+    given, others = made(p), [made(p, seed=seed) for seed in range(1, 4)]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run(p, given)
+        run(p, given)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(p, given)
+    for other in others:
+        given.x.copy_(other.x)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, run(p, other))
+        assert_right(p, other, [out])
+
+
+def test_a_token_has_equal_bits_beside_any_others() -> None:
+    p, whole = BLOCK(1100), made(BLOCK(1100))
+    with options(batch_invariant=True):
+        out = run(p, whole)
+        assert_right(p, whole, [out])
+        for first, count in ((0, 1), (7, 33), (500, 45), (3, 700)):
+            some = Inputs(whole.x[first : first + count].clone(), whole.weights, 0)
+            assert torch.equal(run(BLOCK(count), some), out[first : first + count])
+
+
+def test_no_tokens() -> None:
+    p = BLOCK(0)
+    given = made(p, backward=True)
+    assert run(p, given).shape == (0, 136)
+    out = ours(p, given.weights)(given)
+    grads = torch.autograd.grad(out, given.leaves(), given.grad_out)
+    assert [g.shape for g in grads] == [t.shape for t in given.leaves()] and not any(g.any() for g in grads)
