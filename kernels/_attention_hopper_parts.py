@@ -87,11 +87,19 @@ def pieces_of(acc, PARTS: gl.constexpr):
 
 @gluon.jit
 def walk(m, h, first, end, WALL: gl.constexpr):
-    """The query tile and head, counted over the batch, after (m, h). A walk starts at `first` without a bound (WALL) too: so
-    programs of one head do not add to the same rows at once."""
-    m += 1
-    m = gl.where(m == end, first if WALL else 0, m)
-    h = gl.where(m == first, h + 1, h)
+    """The query tile and head, counted over the batch, after (m, h).
+
+    With a bound (WALL) from the last tile to the first: programs of unlike length then stay closer together, and more of what
+    they read and add to is in the L2. Without one from `first` around to it again, so that programs of one head do not add to
+    the same rows at once."""
+    if WALL:
+        m -= 1
+        h = gl.where(m < first, h + 1, h)
+        m = gl.where(m < first, end - 1, m)
+    else:
+        m += 1
+        m = gl.where(m == end, 0, m)
+        h = gl.where(m == first, h + 1, h)
     return m, h
 
 
@@ -104,12 +112,12 @@ def listed(lists, i, kv, TILES, GROUP):
 
 
 @gluon.jit
-def begun(lists, kv, first, TILES, GROUP):
-    """The query tile and head that a walk begins with: `first` of the first head, or what a list says."""
+def begun(lists, kv, first, end, TILES, GROUP, WALL: gl.constexpr):
+    """The query tile and head that a walk begins with, or what a list says."""
     if lists is not None:
         m, h = listed(lists, 0, kv, TILES, GROUP)
     else:
-        m = first
+        m = end - 1 if WALL else first
         h = kv * GROUP
     return m, h
 

@@ -66,7 +66,7 @@ def wide_consumer(
         mbarrier.wait(q_full.index(0), 0)
         s = warpgroup_mma_wait(0, deps=(_scores(CID, k, k2_s, q_s, q2_s, 0, zero),))
     mbarrier.wait(kv_full.index(1), 0)
-    m, h = begun(lists, kv, first, TILES, GROUP)
+    m, h = begun(lists, kv, first, end, TILES, GROUP, LEFT or RIGHT > 0)
     for i in range(blocks):
         stage = i % STAGES
         qt = q_s.index(stage).reshape([64, WIDTH])

@@ -111,7 +111,7 @@ def _producer(
     mbarrier.expect(kv_full.index(1), KEYS * v.block_type.nbytes)
     for c in gl.static_range(KEYS):
         tma_load(v, corner_of(b, k_start, context, key + c * 64, kv_head, 0, PACKED), kv_full.index(1), v_s.index(c))
-    m, h = begun(lists, kv, first, TILES, GROUP)
+    m, h = begun(lists, kv, first, end, TILES, GROUP, WALL)
     for i in range(blocks):
         stage = i % STAGES
         place = corner_of(b, q_start, seq, m * 64, h - b * KV_HEADS * GROUP, 0, PACKED)
@@ -130,7 +130,7 @@ def _producer(
 
 @gluon.jit
 def _adder(sums, dq_s, dq_full, dq_empty, lists, kv, first, end, blocks, base, TILES, GROUP, WALL: gl.constexpr):
-    m, h = begun(lists, kv, first, TILES, GROUP)
+    m, h = begun(lists, kv, first, end, TILES, GROUP, WALL)
     for i in range(blocks):
         tile = h * TILES + base + m
         for c in gl.static_range(2):
@@ -179,7 +179,7 @@ def _consumer(
         mbarrier.wait(q_full.index(0), 0)
         s = warpgroup_mma(k, q_s.index(0).reshape([64, D]).permute((1, 0)), zero, use_acc=False)
     mbarrier.wait(kv_full.index(1), 0)
-    m, h = begun(lists, kv, first, TILES, GROUP)
+    m, h = begun(lists, kv, first, end, TILES, GROUP, LEFT or RIGHT > 0)
     for i in range(blocks):
         stage = i % STAGES
         qt = q_s.index(stage).reshape([64, D])
@@ -412,8 +412,9 @@ def launch(
         tiles, key_tiles = q_plan.shape[0], k_plan.shape[0]
     every = batch * heads * tiles
     direct = head_dim != 128 or not need_q
-    # H200, 2026-11-29: kv heads of a chunk; more at once lose at 8k and beyond.
-    chunk = 16 if head_dim == 64 else 8 if seq <= 4096 else 4
+    # Kv heads of a chunk. H200, 2026-11-30, causal, ms with 2 / 4 / 8 / 16: D128 B8 S2048 1.60 1.56 1.48 1.48, B2 S8192 4.93 5.00
+    # 5.18 5.29, B1 S16384 9.85 9.97 10.12; D64 B4 S4096 1.69 1.53 1.54 1.54. Tiles from first to last: 1 to 5 % slower.
+    chunk = 8 if head_dim == 64 or seq <= 4096 else 2
     shape = (seq, heads, tiles)
     options: dict[str, Any] = {"D": head_dim, "num_warps": 4}
     blank = cu_seqlens is not None or block_map is not None or (right >= 0 and context < seq)

@@ -67,7 +67,8 @@ def test_pairs(case: Case, hopper: list[str]):
 
 def few_keys(dim: int, dtype: torch.dtype) -> list[Case]:
     values = alone(**{**SIZE, "context": 250, "head_dim": dim, "dtype": dtype})
-    found = [c for c in values if takes(c) and not (c.packed or c.softcap or c.seqused or c.v_dim or c.block_map) and c.dtype is dtype]
+    other = lambda c: c.packed or c.softcap or c.seqused or c.v_dim or c.block_map or c.dtype is not dtype
+    found = [c for c in values if takes(c) and not other(c)]
     shapes = [(1, 1), (64, 64), (65, 65), (128, 128), (256, 256), (400, 77), (3, 256), (256, 3)]
     more = [Case(seq=s, context=t, head_dim=dim, dtype=dtype, causal=True, batch=5) for s, t in shapes]
     many = Case(seq=130, context=130, head_dim=dim, dtype=dtype, causal=True, batch=300, heads=2, kv_heads=1, forward=True)
