@@ -16,7 +16,7 @@ from test_attention_hopper import later as slow
 from torch import Tensor
 
 from fusedblock.interpret import count_traffic, interpret
-from fusedblock.kernels import _attention_hopper_wide, attention_hopper_backward
+from fusedblock.kernels import _attention_hopper_wide, _lang, attention_hopper_backward
 
 
 def inputs(case: Case, given: tuple[Tensor, ...] | None = None) -> tuple[tuple[Tensor | None, ...], list[Tensor]]:
@@ -326,12 +326,12 @@ def test_a_consumer_without_one_of_its_synchronisations_fails(name: str, line: i
             check(case, seed)
 
 
-# Bytes of spills with triton 3.6, most of them around the loops; they may only shrink. The form that was measured had 128 and 108
-# at head_dim 128. At 256 one consumer loads some 15 descriptors of operands again in every block.
+# Bytes of spills with triton 3.6, most of them around the loops; they may only shrink. At 256 one consumer loads some 15
+# descriptors of operands again in every block.
 PLAIN = [
     (Case(4096, 4096, causal, head_dim, dtype, 2, 32, 8), False, spills[not causal])
     for dtype in (BF16, FP16)
-    for head_dim, spills in ((64, (0, 0)), (128, (16, 8)), (256, (216, 224)))
+    for head_dim, spills in ((64, (0, 0)), (128, (68, 16)), (256, (224, 224)))
     for causal in (True, False)
 ]  # fmt: skip
 WIDE = Case(8192, 8192, head_dim=64, heads=32, kv_heads=8)
@@ -339,15 +339,15 @@ OTHERS = [
     (replace(WIDE, head_dim=head_dim, **change), packed, spills.get(head_dim, 0))
     for head_dim in (64, 128, 256)
     for change, packed, spills in (
-        ({"window": (127, 0), "sinks": True}, False, {128: 28, 256: 248}),
-        ({"window": (127, 20)}, False, {128: 40, 256: 252}),
-        ({}, True, {128: 44, 256: 296}),
-        ({"causal": False}, True, {128: 16, 256: 304}),
-        ({"window": (127, 0), "sinks": True}, True, {128: 60, 256: 320}),
-        ({"softcap": 30.0}, False, {128: 156, 256: 216}),
-        ({"softcap": 30.0, "causal": False}, False, {128: 92, 256: 224}),
-        ({"softcap": 30.0, "window": (1023, 0)}, False, {128: 188, 256: 240}),
-        ({"softcap": 30.0, "window": (1023, 0)}, True, {128: 244, 256: 320}),
+        ({"window": (127, 0), "sinks": True}, False, {128: 104, 256: 232}),
+        ({"window": (127, 20)}, False, {128: 80, 256: 260}),
+        ({}, True, {128: 128, 256: 284}),
+        ({"causal": False}, True, {128: 84, 256: 304}),
+        ({"window": (127, 0), "sinks": True}, True, {128: 156, 256: 304}),
+        ({"softcap": 30.0}, False, {128: 220, 256: 224}),
+        ({"softcap": 30.0, "causal": False}, False, {128: 144, 256: 224}),
+        ({"softcap": 30.0, "window": (1023, 0)}, False, {128: 236, 256: 232}),
+        ({"softcap": 30.0, "window": (1023, 0)}, True, {128: 316, 256: 304}),
     )
 ]
 LATENT = replace(WIDE, kv_heads=32, head_dim=192, v_dim=128)
@@ -384,6 +384,20 @@ def test_machine_code(case: Case, packed: bool, spills: int):
     assert bool(re.search(r"\bREDG?\.E\.ADD\.F32", code)) == (case.head_dim != 128)
 
 
+@pytest.mark.skipif(_lang.VERSION != (3, 6), reason="holds for the ptxas that the measured version had")
+@pytest.mark.parametrize("case", [PLAIN[2][0], slow((OTHERS[9][0],))], ids=str)
+def test_order_in_the_main_loop(case: Case):
+    """Of each consumer at head_dim 128 under a bound: half of dP, exponentials of the logits while it runs, the other half, which
+    runs under the rest of them (all of dP before the exponentials was 1 to 3 % slower), and P^T dO last."""
+    products = next(kernel for kernel in compiled(case, False) if kernel.name == "_products_kernel")
+    found = re.findall(r"HGMMA|MUFU\.EX2|gsb0, 0x", machine_code(products))
+    marks = "".join({"H": "P", "M": "E", "g": "W"}[mark[0]] for mark in found)
+    loops = re.findall(r"PPPP(E{12}[PE]*)W", marks)
+    assert len(loops) == 2
+    for loop in loops:
+        assert loop.endswith("PPPP") and loop.count("P") == 8 and loop.count("E") == 32
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("softcap", [0.0, 30.0])
@@ -391,7 +405,7 @@ def test_machine_code(case: Case, packed: bool, spills: int):
 def test_machine_code_of_what_is_needed(head_dim: int, softcap: float, need: tuple[bool, ...]):
     parts, v_dim = (2, 128) if head_dim == 192 else (1, head_dim)  # of q and k
     kernels = compiled(replace(WIDE, head_dim=head_dim, v_dim=v_dim, softcap=softcap), False, *need)
-    spills = {128: 92, 256: 108}.get(head_dim, 0) if softcap and need == (False, True, True) else 0
+    spills = {128: 116, 256: 108}.get(head_dim, 0) if softcap and need == (False, True, True) else 0
     assert aot.problems(kernels, HOPPER, wgmma=True, max_spill_bytes=aot.spills(spills)) == []
     code = aot.sass(kernels[1])
     if code is None:
