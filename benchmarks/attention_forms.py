@@ -242,7 +242,7 @@ def _sizes(config: Any) -> str:
 _KV, _Q = ((64, 64, 4, 2), (32, 64, 4, 3), (64, 64, 4, 1)), ((64, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 32, 8, 2))
 BIAS_TILES = dict([
     *(_tiles(attention, attention.Config(*config), "forward") for config in (
-        (64, 128, 4, 1), (128, 64, 8, 3, True), (128, 64, 8, 4, True), (64, 64, 4, 2, True))),
+        (64, 128, 4, 1), (128, 64, 8, 3, True), (128, 64, 8, 4, True), (64, 64, 4, 1), (64, 64, 4, 2))),
     *(_tiles(attention_backward, tuple(attention_backward.Config(*config) for config in pair), "backward")
       for pair in (*((kv, _Q[0]) for kv in _KV), *((_KV[0], q) for q in _Q[1:]))),
 ])  # fmt: skip

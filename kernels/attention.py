@@ -105,7 +105,7 @@ class Config:
 
 # Besides softcap, dropout and fp8, what costs so many registers that smaller tiles are better: tiles of their own, or rows of v
 # that have to be zeroed.
-_HEAVY = ("mask", "bias", "cu_seqlens_q", "seqused_k", "block_table")
+_HEAVY = ("mask", "cu_seqlens_q", "seqused_k", "block_table")
 SHORT = 512  # keys within a query's reach up to which latency decides, not tensor cores
 # (columns of q or v at most, bytes an element at most) -> Config, first match wins. Plain / with an option that costs registers.
 TABLE: dict[str, tuple[tuple[int, int, Config, Config], ...]] = {
@@ -150,6 +150,9 @@ TABLE: dict[str, tuple[tuple[int, int, Config, Config], ...]] = {
 # The same card and day, D=128, 32k tokens: S64 0.24 (cuDNN 0.37), S128 0.26 (0.19), S256 0.33 (0.24), S512 0.21 (0.18); window of
 # 128 at S8192 0.17, other forms 0.19 to 0.34.
 _SHORT = Config(64, 64, 4, 1)
+# H200, 2026-11-30, a bias of every query and key, D=128 B4 S2048: 128x64 w8 s3 ahead 0.74 (FlexAttention 0.72), 64x128 w4 s1 0.76,
+# 64x64 w4 s1 0.81; causal 0.43, 0.40 and 0.58. D=64: 64x64 w4 s2 0.45, the others 0.52 to 0.61.
+_BIASED, _BIASED_BOUNDED = Config(128, 64, 8, 3, True), Config(64, 128, 4, 1)
 
 
 def configure(head_dim: int, itemsize: int, heavy: bool, target: Target, reach: int = SHORT + 1) -> Config:
@@ -165,11 +168,14 @@ def configure(head_dim: int, itemsize: int, heavy: bool, target: Target, reach: 
 def _config(sizes: Sizes, args: Args) -> Config:
     heavy = args["dropout_p"] > 0 or args["softcap"] > 0 or shared.given(args, *_HEAVY) or args["q"].dtype is FP8
     itemsize = max(2, args["q"].element_size())  # fp8 is widened
-    target = target_of(args["q"].device)
-    return configure(max(sizes["head_dim"], sizes["v_dim"]), itemsize, heavy, target, shared.reach(sizes, args))
+    target, dim, bias = target_of(args["q"].device), max(sizes["head_dim"], sizes["v_dim"]), args["bias"] is not None
+    alone = bias and not heavy and not target.batch_invariant and shared.kind_of(target) == "hopper"
+    if alone and itemsize == 2 and 64 < dim <= 128:
+        return _BIASED if max(args["left"], args["right"]) < 0 else _BIASED_BOUNDED
+    return configure(dim, itemsize, heavy or bias, target, shared.reach(sizes, args))
 
 
-CONFIGS = tuple(dict.fromkeys([*(config for rows in TABLE.values() for row in rows for config in row[2:]), _SHORT]))
+CONFIGS = tuple(dict.fromkeys([*(config for rows in TABLE.values() for row in rows for config in row[2:]), _SHORT, _BIASED, _BIASED_BOUNDED]))
 
 
 def reference(*values: Any, **named: Any) -> tuple[Tensor, Tensor]:
