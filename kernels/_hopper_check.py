@@ -71,10 +71,10 @@ def _found_wrong(device: torch.device, backward: bool) -> str:
             torch.cuda.set_sync_debug_mode(0)
         with _disable_current_modes(), torch.no_grad(), _launch.on_device(device):
             found, wanted = _computed(device, backward)
-        for name, got in found.items():
-            difference = (got.double() - wanted[name]).norm() / wanted[name].norm()
-            if not difference <= ALLOWED:
-                return f"{name} is off by {float(difference):.2g}, relatively"
+            for name, got in found.items():
+                difference = (got.double() - wanted[name]).norm() / wanted[name].norm()
+                if not difference <= ALLOWED:
+                    return f"{name} is off by {float(difference):.2g}, relatively"
         return ""
     except Exception as error:  # whatever a compiler or driver raises
         return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
