@@ -27,14 +27,13 @@ from ._target import Target, override, target_of
 # H200, 2026-11-30, causal, bf16, ms, portable and hopper. Forward D=128: S512 0.204 and 0.183, S2048 0.55 and 0.44, S8192 1.82
 # and 1.57; a window of 128 at S8192 0.165 and 0.183, with D=64 and sinks 0.26 and 0.32. D=64 S4096 0.64 and 0.60, D=256 S4096
 # 1.11 and 0.80. Between 128 and 512 keys nothing was measured. Backward D=128: S512 0.80 and 0.68, S8192 6.9 and 5.1; a window
-# of 128 0.75 and 0.59, with D=64 and sinks 0.91 and 0.65; D=256 S4096 7.3 and 3.5.
+# of 128 0.75 and 0.59, with D=64 and sinks 0.91 and 0.65; D=256 S4096 7.3 and 3.5. A block map at S65536: forward 3.7 and 2.9,
+# backward 16.3 and 9.0.
 CROSSOVERS: dict[str, tuple[tuple[int, int], ...]] = {"forward": ((64, 513), (256, 512)), "backward": ((256, 128),)}
 
 # Options of the op that no Hopper kernel takes, and those that only the forward takes.
 _REFUSED = ("mask", "bias", "alibi_slopes", "prefix_lens", "block_table", "q_scale", "k_scale", "v_scale", "dropout_p")
 _FORWARD_ONLY = ("seqused_k",)
-# Options that they take, but that they have not been timed with: there they run where they are asked for. To be emptied then.
-_NOT_MEASURED: tuple[str, ...] = ()
 # Beside a call's arguments: no Gluon kernels, as _hopper_check.py says just now.
 PORTABLE = {"portable": True}
 _NAMES = {
@@ -110,8 +109,6 @@ def skeleton(
                         "where it is asked for")  # fmt: skip
     if interpreted:
         return Skeleton("portable", "in the interpreter", "on a GPU")
-    if found := sorted(options.intersection(_NOT_MEASURED)):
-        return Skeleton("portable", f"{found[0]} is given, with which the others have not been timed", "where they are asked for")
     if short:  # H200, 2026-11-30: 1.1 to 2.2 times as fast as the portable kernel at 64, 128 and 256 keys, D=64 and 128
         few = attention_hopper_short.LONGEST
         return Skeleton("short", f"{context} keys a sequence, which stay in shared memory",

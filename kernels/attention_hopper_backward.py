@@ -87,7 +87,7 @@ from ._launch import on_device
 
 STAGES = 2
 # head_dim -> columns of the first of two products for dP, of which the second is issued under the exponentials; other head_dims
-# have one product. H200, 2026-11-30: 1 to 3 % faster at 128, 3 % slower with {64: 32}.
+# have one product. H200, 2026-11-30: 1 to 3 % faster at 128, 3 % slower with {64: 32}, 6 % slower with a softcap, where it spills.
 PARTS = {128: 64}
 
 
@@ -414,7 +414,8 @@ def launch(
     direct = head_dim != 128 or not need_q
     # Kv heads of a chunk. H200, 2026-11-30, causal, ms with 2 / 4 / 8 / 16: D128 B8 S2048 1.60 1.56 1.48 1.48, B2 S8192 4.93 5.00
     # 5.18 5.29, B1 S16384 9.85 9.97 10.12; D64 B4 S4096 1.69 1.53 1.54 1.54. Tiles from first to last: 1 to 5 % slower.
-    chunk = 8 if head_dim == 64 or seq <= 4096 else 2
+    # Full, where programs go in step, 2 lose 3 % to 4.
+    chunk = 8 if head_dim == 64 or seq <= 4096 else 2 if max(left, right) >= 0 else 4
     shape = (seq, heads, tiles)
     options: dict[str, Any] = {"D": head_dim, "num_warps": 4}
     blank = cu_seqlens is not None or block_map is not None or (right >= 0 and context < seq)
@@ -449,7 +450,7 @@ def launch(
                 (*loads, descriptor(stats, [2 * ROWS], swizzle=False), by_tma, *stores, sums, k_plan, scale,
                  (softcap or scale) * LOG2E, scale / softcap if softcap else None, seq, context, left, right, tiles, key_tiles,
                  kv_heads, heads // kv_heads, chunk, batch * kv_heads, *walks),
-                {"PART": PARTS.get(head_dim, head_dim), "STAGES": STAGES, "LEFT": left >= 0, "RIGHT": min(right + 1, 2),
+                {"PART": head_dim if softcap else PARTS.get(head_dim, head_dim), "STAGES": STAGES, "LEFT": left >= 0, "RIGHT": min(right + 1, 2),
                  "DIRECT": direct, **options, "maxnreg": 168},
             )  # fmt: skip
         if need_q:

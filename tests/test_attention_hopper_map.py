@@ -207,18 +207,6 @@ def test_choice():
         assert fusedblock.explain_attention(q, k, k, block_map=given["block_map"]).engine == "gluon"
 
 
-@pytest.mark.parametrize("backward", [False, True])
-def test_what_is_not_timed_yet_runs_where_it_is_asked_for(backward: bool, monkeypatch: pytest.MonkeyPatch):
-    given = {**SHAPE, "options": frozenset({"block_map"}), "backward": backward}
-    monkeypatch.setattr(_attention_skeleton, "_NOT_MEASURED", ("block_map",))
-    chosen = skeleton(**given)
-    assert chosen.name == "portable" and "block_map is given, with which the others have not been timed" in chosen.why
-    assert chosen.otherwise == "Gluon kernels for Hopper where they are asked for"
-    assert skeleton(**{**given, "target": replace(SHAPE["target"], skeleton="hopper")}).name == "hopper"
-    monkeypatch.setattr(_attention_skeleton, "_NOT_MEASURED", ())
-    assert skeleton(**given).name == "hopper"
-
-
 # ---- what the compiler makes of it ---------------------------------------------------------------------------------------------
 
 # Bytes of spills with triton 3.6, forward and backward; they may only shrink.
