@@ -183,7 +183,7 @@ def _sinks_kernel(
 def launch_bias(args: Args, sizes: Sizes, operands: list[Any], delta: Tensor, shift: Tensor, grad_bias: Tensor,
                 strides: list[int], config: Any, constexprs: dict[str, Any]) -> None:  # fmt: skip
     """grad_bias, in tiles of config; operands, strides and constexprs as attention_backward.py makes them for it."""
-    # One stage. H200, 2026-11-30, triton 3.6: with two or three the gradient of a bias of one row was wrong, otherwise in each run.
+    # One stage. H200, 2026-11-30, triton 3.6: with two or three the gradient of a bias of one row was wrong, and varied.
     box = shared.term_box(target_of(grad_bias.device), config.block_m, config.block_n, 1)
     facts = shared.launch_facts({**args, "block_map": None}, by_key=False, box=box)
     mask, bias, _, slopes, _, _, prefix, used, _, _, _, _, seed = facts.tensors

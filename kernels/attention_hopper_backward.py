@@ -87,7 +87,7 @@ from ._launch import on_device
 
 STAGES = 2
 # head_dim -> columns of the first of two products for dP, of which the second is issued under the exponentials; other head_dims
-# have one product. H200, 2026-11-30: 1 to 3 % faster at 128, 3 % slower with {64: 32}, 6 % slower with a softcap, where it spills.
+# have one product. H200, 2026-11-30: 1 to 3 % faster at 128, 3 % slower with {64: 32}; with a softcap, where it spills, 6 %.
 PARTS = {128: 64}
 
 
@@ -450,8 +450,8 @@ def launch(
                 (*loads, descriptor(stats, [2 * ROWS], swizzle=False), by_tma, *stores, sums, k_plan, scale,
                  (softcap or scale) * LOG2E, scale / softcap if softcap else None, seq, context, left, right, tiles, key_tiles,
                  kv_heads, heads // kv_heads, chunk, batch * kv_heads, *walks),
-                {"PART": head_dim if softcap else PARTS.get(head_dim, head_dim), "STAGES": STAGES, "LEFT": left >= 0, "RIGHT": min(right + 1, 2),
-                 "DIRECT": direct, **options, "maxnreg": 168},
+                {"PART": head_dim if softcap else PARTS.get(head_dim, head_dim), "STAGES": STAGES, "LEFT": left >= 0,
+                 "RIGHT": min(right + 1, 2), "DIRECT": direct, **options, "maxnreg": 168},
             )  # fmt: skip
         if need_q:
             _launch(_finish_kernel, (every,), (sums, grads[0], q_plan, scale, *shape), options)

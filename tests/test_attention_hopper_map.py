@@ -12,13 +12,13 @@ from attention_cases import HOPPER, Case, check, error, exact, limit, public, wi
 from attention_formula import formula
 from test_attention_hopper import Case as Shape
 from test_attention_hopper import machine_code
-from test_attention_skeletons import BF16, FP16, SHAPE, named, rows
+from test_attention_skeletons import BF16, FP16, named, rows
 from torch import Tensor
 
 import fusedblock
 from fusedblock.interpret import count_traffic, interpret
-from fusedblock.kernels import _attention_skeleton, _hopper_map, attention_hopper, attention_hopper_backward
-from fusedblock.kernels._attention_skeleton import skeleton, skeleton_of
+from fusedblock.kernels import _hopper_map, attention_hopper, attention_hopper_backward
+from fusedblock.kernels._attention_skeleton import skeleton_of
 from fusedblock.kernels._target import override
 
 
