@@ -141,7 +141,7 @@ def mixture(spec: MoeSpec, weights: MoeWeights, x: Tensor, *, kept: ops.Fixed | 
     experts and a shared expert that is not gated are one registered op. kept: fixed_mixture(spec, weights) of an earlier call.
     Raises ShapeError or ValueError naming the argument.
     """
-    rows = _check(spec, weights, x)
+    rows = check_mixture(spec, weights, x)
     training = ops.wants_grad(x, *weights)
     if training:
         mixed = _routed(ops.dispatched, spec, weights, rows, True)
@@ -183,7 +183,7 @@ def _related(sizes: dict[str, int], args: Mapping[str, Any]) -> dict[str, int]:
 _SPECS = {transposed: _spec(transposed) for transposed in (False, True)}
 
 
-def _check(spec: MoeSpec, w: MoeWeights, x: Tensor) -> Tensor:
+def check_mixture(spec: MoeSpec, w: MoeWeights, x: Tensor) -> Tensor:
     """x as `tokens hidden`. Raises, before any of the operators runs, what each of them would about its own arguments; the
     router's numbers are left to the first."""
     if x.dim() < 1:

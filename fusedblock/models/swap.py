@@ -65,7 +65,7 @@ class FusedLayer(nn.Module):
         return blocks.forward(
             call.spec, call.weights, hidden_states, call.cos, call.sin, mask=call.mask, causal=call.causal,
             windowed=call.windowed, cu_seqlens=call.cu_seqlens, update=call.update, compute_dtype=call.compute_dtype,
-            own=call.own, kept=call.kept, slots=call.slots,
+            own=call.own, kept=call.kept, slots=call.slots, mlp=call.mlp,
         )  # fmt: skip
 
     def _fusedblock_call(self, hidden_states: Tensor, arguments: dict[str, Any]) -> adapter.Call | str:
