@@ -475,13 +475,13 @@ def moe_index(indices: Tensor, experts: int, tile_rows: int) -> tuple[Tensor, Te
 def moe_experts(
     x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, weights: Tensor, indices: Tensor, index: Sequence[Tensor], *,
     tile_rows: int, activation: str = "silu", gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
-    alpha: float = 0.0, limit: float = 0.0, transposed: bool = False, interleaved: bool = False,
+    alpha: float = 0.0, limit: float = 0.0, transposed: bool = False, interleaved: bool = False, residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Each token of x `tokens hidden` through its experts' gated MLPs, summed by its weights `tokens top_k`. indices and index
-    (order, inverse, offsets, tiles): of moe_route or moe_index, for tile_rows. See kernels/moe_experts.py."""
+    """The residual and each token of x `tokens hidden` through its experts' gated MLPs, summed by its weights `tokens top_k`.
+    indices, index (order, inverse, offsets, tiles): of moe_route or moe_index, for tile_rows. See kernels/moe_experts.py."""
     given = (x, gate_up_weight, down_weight, gate_up_bias, down_bias, weights)
     how = (activation, alpha, limit, transposed, interleaved, tile_rows)
-    return _moe_experts_op(*given, indices, *index, *how, wants_grad(*given))[0]
+    return _moe_experts_op(*given, indices, *index, *how, wants_grad(*given), residual)[0]
 
 
 def attention_args(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None = None, bias: Tensor | None = None,

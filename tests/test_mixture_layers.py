@@ -153,7 +153,7 @@ def test_the_plan_is_what_a_layer_launches(name: str, tokens: int) -> None:
 @pytest.mark.parametrize("experts", (8, 128))
 @pytest.mark.parametrize(("tokens", "most"), ((1, 4), (64, 4), (512, 6), (4096, 6)))
 def test_launches_of_the_mixture(tokens: int, most: int, experts: int) -> None:
-    """Router, index and experts; the residual's addition is torch's, and one more."""
+    """Router, index and experts, which add the residual."""
     spec = BlockSpec(256, 0, 4, 4, 64, 0.125, 1e-6, activation="", mlp="mixture", experts=experts, top_k=2)
     made = plan(spec, batch=1, seq=tokens, context=tokens, dtype=torch.bfloat16, training=False,
                 target=ops.target_of(torch.device("cpu")))  # fmt: skip

@@ -21,6 +21,7 @@ from fusedblock.blocks.plan import BlockSpec, Plan, plan
 Call = Callable[..., Any]
 # Weight's name -> the linear layer itself, `tokens in_features` to `tokens out_features`, where it is not the plain product.
 Own = Mapping[str, Callable[[Tensor], Tensor]]
+Mlp = Callable[[Tensor, Tensor], Tensor]  # (normalised rows, residual), `batch seq hidden`, to what the layer returns
 _NONE: Own = {}
 
 
@@ -366,7 +367,7 @@ def forward(
     mask: Tensor | None = None, causal: bool = True, windowed: bool = True,
     cu_seqlens: tuple[Tensor | None, Tensor | None] = (None, None),
     update: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None, compute_dtype: torch.dtype | None = None,
-    own: Own = _NONE, kept: ops.Fixed | None = None, slots: Slots | None = None, mlp: Callable[[Tensor], Tensor] | None = None,
+    own: Own = _NONE, kept: ops.Fixed | None = None, slots: Slots | None = None, mlp: Mlp | None = None,
 ) -> Tensor:  # fmt: skip
     """One transformer layer: h = x + o(attention(norm(x))), then h + down(act(gate(norm(h))) * up(norm(h))), or the variation of
     it that spec says.
@@ -378,8 +379,8 @@ def forward(
     that layout. compute_dtype: multiply in this dtype while x, the residual stream and the norms keep theirs, as under autocast.
     own: linear layers, by their weight's name, that are more than a product (adapters): functions of `batch seq in_features` that
     return `batch seq out_features`; their weights are then read for sizes only. kept: fixed(spec, weights), of an earlier call.
-    slots: what update would fill, and return, if that is all that it does. mlp: of a layer with a mixture, and of no other, what
-    it is of the normalised rows, `batch seq hidden` to the same. Returns `batch seq hidden`.
+    slots: what update would fill, and return, if that is all that it does. mlp: the end of a layer with a mixture, and of
+    no other. Returns `batch seq hidden`.
     Without gradients the layer is one registered op (two around update), and a mixture is one more. Raises ShapeError or
     ValueError naming the argument.
     """
@@ -391,7 +392,7 @@ def forward(
     if mlp is None:
         return out
     h, y = out
-    return h + mlp(y.view(x.shape))
+    return mlp(y.view(x.shape), h)
 
 
 def _forward(
