@@ -276,7 +276,8 @@ def test_an_unsupported_architecture_is_refused_at_once_with_what_is_supported(c
     BloomConfig(n_layer=1, hidden_size=32, n_head=2).save_pretrained(tmp_path)  # no weights, which verify would miss first
     result = run(command, tmp_path)
     assert result.exit_code == 2 and "no layer that can be fused" in result.stderr and not result.stdout
-    assert f"supported are the families {', '.join(sorted(spec.family for spec in table.SPECS.values()))} (`fusedblock families`" in result.stderr
+    names = ", ".join(sorted(spec.family for spec in table.SPECS.values()))
+    assert f"supported are the families {names} (`fusedblock families`" in result.stderr
 
 
 @pytest.mark.parametrize("command", ["measure", "verify"])

@@ -48,7 +48,7 @@ def test_slots_are_filled_and_attended(masked: bool, mixture: bool) -> None:
         got, program = _replay.record(lambda: compose(1), inputs(1))
         want, got = (t if mixture else (t,) for t in (want, got))
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-        assert program is not None and len(program.steps) == (6 if mixture else 7)  # keys are not split here, so nothing joins them
+        assert program is not None and len(program.steps) == (6 if mixture else 7)  # keys are not split
         again = program.run(inputs(2))
         assert again is not None and all(torch.equal(a, b) for a, b in zip(again, want, strict=True))
     for i in (1, 2):
