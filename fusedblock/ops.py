@@ -37,13 +37,14 @@ from fusedblock.kernels._attention_choice import Choice, choose
 from fusedblock.kernels._attention_skeleton import Skeleton, skeleton
 from fusedblock.kernels._launch import replays, runs_kernels
 from fusedblock.kernels._math import check_activation, plain_activate
-from fusedblock.kernels._moe import CLAMPED, check_gate, choose_tile_rows
+from fusedblock.kernels._moe import CLAMPED, check_gate, choose_tile_rows, form
 from fusedblock.kernels._replay import Fixed, replayed
 from fusedblock.kernels._router import RouterSpec
 from fusedblock.kernels._spec import Cost, Op, ShapeError
 from fusedblock.kernels._target import Target, override, target_of
 from fusedblock.kernels.decode_attention import Problem as DecodeProblem
 from fusedblock.kernels.decode_attention import launches as decode_launches
+from fusedblock.kernels.moe_route import launches as route_launches
 from fusedblock.kernels.static_cache import fits as fits_slots
 from fusedblock.kernels.static_cache import store as store_slots
 from fusedblock.options import current, under
@@ -51,9 +52,9 @@ from fusedblock.options import current, under
 __all__ = [
     "CLAMPED", "COSTS", "OPS", "Choice", "Composite", "DecodeProblem", "Fixed", "RouterSpec", "ShapeError", "Skeleton", "Target",
     "attention_args", "call_attention", "check_activation", "check_gate", "choose", "choose_tile_rows", "batch_invariant",
-    "decode_launches", "define", "define_composite", "deterministic", "direct", "dispatched", "empty", "fits_slots", "gated_mlp",
-    "layer_norm", "linear", "moe_experts", "moe_index", "moe_route", "normalise_mask", "plain_activate", "plain_mlp",
-    "refuse_gradients", "qkv_rope", "rms_norm", "rope", "skeleton", "store_slots", "target_of", "wants_grad",
+    "decode_launches", "define", "define_composite", "deterministic", "direct", "dispatched", "empty", "fits_slots", "form",
+    "gated_mlp", "layer_norm", "linear", "moe_experts", "moe_index", "moe_route", "normalise_mask", "plain_activate", "plain_mlp",
+    "refuse_gradients", "qkv_rope", "rms_norm", "rope", "route_launches", "skeleton", "store_slots", "target_of", "wants_grad",
 ]  # fmt: skip
 
 
@@ -474,13 +475,13 @@ def moe_index(indices: Tensor, experts: int, tile_rows: int) -> tuple[Tensor, Te
 def moe_experts(
     x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, weights: Tensor, indices: Tensor, index: Sequence[Tensor], *,
     tile_rows: int, activation: str = "silu", gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
-    alpha: float = 0.0, limit: float = 0.0, transposed: bool = False, interleaved: bool = False,
+    alpha: float = 0.0, limit: float = 0.0, transposed: bool = False, interleaved: bool = False, residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Each token of x `tokens hidden` through its experts' gated MLPs, summed by its weights `tokens top_k`. indices and index
-    (order, inverse, offsets, tiles): of moe_route or moe_index, for tile_rows. See kernels/moe_experts.py."""
+    """The residual and each token of x `tokens hidden` through its experts' gated MLPs, summed by its weights `tokens top_k`.
+    indices, index (order, inverse, offsets, tiles): of moe_route or moe_index, for tile_rows. See kernels/moe_experts.py."""
     given = (x, gate_up_weight, down_weight, gate_up_bias, down_bias, weights)
     how = (activation, alpha, limit, transposed, interleaved, tile_rows)
-    return _moe_experts_op(*given, indices, *index, *how, wants_grad(*given))[0]
+    return _moe_experts_op(*given, indices, *index, *how, wants_grad(*given), residual)[0]
 
 
 def attention_args(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None = None, bias: Tensor | None = None,

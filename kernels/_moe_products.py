@@ -195,20 +195,30 @@ def gather_sum(y, inverse, weights, token, cols, ok, H, TOP_K: tl.constexpr, ACC
     return acc
 
 
+@triton.jit
+def plus(acc, residual, token, cols, ok, H):
+    """acc [tokens, columns] and these rows and columns of the residual `tokens hidden`, if there is one."""
+    if residual is not None:
+        at = residual + token.to(tl.int64)[:, None] * H + cols[None, :]
+        acc += tl.load(at, ok[:, None] & (cols < H)[None, :], other=0.0).to(acc.dtype)
+    return acc
+
+
 @triton.jit(do_not_specialize=["TOKENS"])
-def _combine_kernel(y, inverse, weights, out, TOKENS, H, TOP_K: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
+def _combine_kernel(y, inverse, weights, residual, out, TOKENS, H, TOP_K: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
                     ACC: tl.constexpr):  # fmt: skip
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     cols = tl.program_id(1) * BH + tl.arange(0, BH)
     acc = gather_sum(y, inverse, weights, token, cols, token < TOKENS, H, TOP_K, ACC)
+    acc = plus(acc, residual, token, cols, token < TOKENS, H)
     store_rows(out, token, tl.program_id(1) * BH, acc, token < TOKENS, H, BH)
 
 
-def combine_launch(y: Tensor, inverse: Tensor, weights: Tensor | None, out: Tensor, top_k: int) -> None:
-    """out `tokens hidden` = the sum of each token's rows of y, by weights `tokens top_k` if given."""
+def combine_launch(y: Tensor, inverse: Tensor, weights: Tensor | None, residual: Tensor | None, out: Tensor, top_k: int) -> None:
+    """out `tokens hidden` = the sum of each token's rows of y, by weights `tokens top_k` if given, and the residual if given."""
     tokens, hidden = out.shape
     block = min(2048, next_power_of_2(hidden))
     _launch(
-        _combine_kernel, (tokens, cdiv(hidden, block)), (y, inverse, weights, out, tokens, hidden),
+        _combine_kernel, (tokens, cdiv(hidden, block)), (y, inverse, weights, residual, out, tokens, hidden),
         {"TOP_K": top_k, "BT": 1, "BH": block, "ACC": accumulator(out), "num_warps": 8 if block >= 2048 else 4},
     )  # fmt: skip

@@ -77,8 +77,8 @@ def _gate_up_vector_kernel(
 
 @triton.jit
 def _down_vector_kernel(
-    h, w, bias, indices, inverse, weights, out, N, K, stride_e, stride_n, stride_k, TOP_K: tl.constexpr, ACC: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    h, w, bias, indices, inverse, weights, residual, out, N, K, stride_e, stride_n, stride_k, TOP_K: tl.constexpr,
+    ACC: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     total = tl.zeros([BN], ACC)
@@ -93,6 +93,8 @@ def _down_vector_kernel(
         if bias is not None:
             y += tl.load(bias + e * N + n, ok, other=0.0).to(ACC)
         total += tl.where(found, y * tl.load(weights + j).to(ACC), 0.0)
+    if residual is not None:
+        total += tl.load(residual + n, n < N, other=0.0).to(ACC)
     tl.store(out + n, total.to(out.dtype.element_ty), n < N)
 
 
@@ -123,6 +125,6 @@ def launch_vector(h: Tensor, out: Tensor, saved: Tensor | None, args: Args, size
     )  # fmt: skip
     launch(
         _down_vector_kernel, (cdiv(hidden, second["BN"]),),
-        (h, ws[1], biases[1], args["indices"], args["inverse"], weights, out, hidden, ffn, *strides[1]),
+        (h, ws[1], biases[1], args["indices"], args["inverse"], weights, args["residual"], out, hidden, ffn, *strides[1]),
         {"TOP_K": top_k, "ACC": accumulator(x), **second},
     )  # fmt: skip

@@ -2,9 +2,9 @@
 
     gate, up = halves of x[token] @ gate_up_weight[e].T + gate_up_bias[e]        for every row: a token and one of its experts e
     y        = gated(gate, up) @ down_weight[e].T + down_bias[e]
-    out      = sum over the token's rows of weight * y                            in the order of its experts, in fp32
+    out      = sum over the token's rows of weight * y, and residual              in the order of its experts, in fp32
 
-    x, out          tokens hidden
+    x, residual, out   tokens hidden
     gate_up_weight  experts gate_up hidden, gate_up = 2 * ffn: gate rows, then up rows; interleaved: gate and up in turn
     down_weight     experts hidden ffn
                     transposed: the two are stored `experts hidden gate_up` and `experts ffn hidden`
@@ -15,9 +15,9 @@
 gated: activation(gate) * up, or clamped_swish: (up + 1) * gate * sigmoid(alpha * gate), with gate <= limit, |up| <= limit.
 Tokens are gathered by the first product and nothing is sorted but the index; nothing is added atomically: equal bits each run.
 
-HBM, in elements: reads x, the weights of the experts that have a row, weights; writes out; `rows ffn` between the launches and,
-but for one token, `rows hidden`. One token: both products as sums over rows of the weights, the second over all its experts.
-Up to 64: a program of the second product has all rows of its columns, and sums them itself. More: a third launch does.
+HBM, in elements: reads x, the weights of the experts that have a row, weights, residual; writes out; between the launches
+`rows ffn` and, but for one token, `rows hidden`. One token: both products as sums over rows of the weights, the second over all
+its experts. Up to 64: a program of the second product has all rows of its columns, and sums them itself. More: a third does.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from ._moe_products import (
     gate_up_flops,
     gate_up_launch,
     gather_sum,
+    plus,
     rows_launch,
     tile_bytes,
 )  # fmt: skip
@@ -68,8 +69,8 @@ _GATE_UP = ("x", "gate_up_weight", "gate_up_bias")
 _DOWN = ("down_weight", "down_bias")
 SPEC = Spec(
     name="moe_experts",
-    reads=READS,
-    optional=frozenset({"gate_up_bias", "down_bias"}),
+    reads={**READS, "residual": "tokens hidden"},
+    optional=frozenset({"gate_up_bias", "down_bias", "residual"}),
     any_dtype=frozenset({"weights", *_moe.INDEX}),
     writes={"out": Write("tokens hidden", "x"), "gate_up": Write("rows gate_up", "x", flag("save"))},
     derive=_axes,
@@ -81,10 +82,11 @@ SPEC = Spec(
     stages=(
         Stage("moe_gate_up", (*_GATE_UP, "order", "tiles"), ("h", "gate_up"), gate_up_flops, "h"),
         Stage("moe_gate_up", (*_GATE_UP, "indices", "inverse"), ("vector_h", "gate_up"), gate_up_flops, "vector_h"),
-        Stage("moe_down", ("vector_h", *_DOWN, "indices", "inverse", "weights"), ("out",), _down_flops, "vector_h"),
-        Stage("moe_down", ("h", *_DOWN, "tiles", "stream_y", "inverse", "weights"), ("stream_y", "out"), _down_flops, "stream_y"),
+        Stage("moe_down", ("vector_h", *_DOWN, "indices", "inverse", "weights", "residual"), ("out",), _down_flops, "vector_h"),
+        Stage("moe_down", ("h", *_DOWN, "tiles", "stream_y", "inverse", "weights", "residual"), ("stream_y", "out"), _down_flops,
+              "stream_y"),
         Stage("moe_down", ("h", *_DOWN, "tiles"), ("y",), _down_flops, "y"),
-        Stage("moe_combine", ("y", "inverse", "weights"), ("out",), lambda s, a: 2 * s["rows"] * s["hidden"], "y"),
+        Stage("moe_combine", ("y", "inverse", "weights", "residual"), ("out",), lambda s, a: 2 * s["rows"] * s["hidden"], "y"),
     ),
 )  # fmt: skip
 
@@ -93,6 +95,7 @@ def reference(
     x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None,
     weights: Tensor, indices: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor, tiles: Tensor, activation: str,
     alpha: float, limit: float, transposed: bool, interleaved: bool, tile_rows: int, save: bool,
+    residual: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     top_k, acc = weights.shape[1], accumulate_dtype(x.dtype)
     gate_up_weight, down_weight = (w.mT if transposed else w for w in (gate_up_weight, down_weight))
@@ -104,7 +107,8 @@ def reference(
         gate_up[rows] = torch.nn.functional.linear(x[token], gate_up_weight[e], bias)
         h = _moe.plain_gated(*_moe.plain_halves(gate_up[rows], interleaved), activation, alpha, limit)
         y[rows] = torch.nn.functional.linear(h, down_weight[e], None if down_bias is None else down_bias[e])
-    out = _moe.plain_combine(y.to(acc), weights.to(acc), inverse).to(x.dtype)
+    out = _moe.plain_combine(y.to(acc), weights.to(acc), inverse)
+    out = (out if residual is None else out + residual.to(acc)).to(x.dtype)
     return out, gate_up if save else gate_up.new_empty(0)
 
 
@@ -113,15 +117,15 @@ def reference(
 
 @triton.jit(do_not_specialize=["TOKENS"])
 def _stream_kernel(
-    h, w, bias, tiles, inverse, weights, y, out, TOKENS, N, K, stride_e, stride_w, TOP_K: tl.constexpr, T: tl.constexpr,
+    h, w, bias, tiles, inverse, weights, residual, y, out, TOKENS, N, K, stride_e, stride_w, TOP_K: tl.constexpr, T: tl.constexpr,
     EVEN: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program has its columns of all rows, expert after expert, and then of all tokens: it waits for no other."""
     n0 = tl.program_id(0) * BN
     cols = n0 + tl.arange(0, BN)
-    # Flattened: the next expert's weights are under way while a tile ends. Nothing may be handed from one tile to the next: triton
-    # 3.6 would move it on after every step along K. Of the loads of a tile's place all but one in eight hit the L1.
+    # Flattened: the next expert's weights are under way while a tile ends. Nothing may be handed from one tile to the next:
+    # triton 3.6 would move it on after every step along K. Of the loads of a tile's place all but one in eight hit the L1.
     for m in tl.range(0, tl.load(tiles + 3), flatten=True):
         e, first, end = tl.load(tiles + m * 4), tl.load(tiles + m * 4 + 1), tl.load(tiles + m * 4 + 2)
         rows = first + tl.arange(0, BM)
@@ -138,7 +142,7 @@ def _stream_kernel(
     for t in range(0, TOKENS, BT):
         token = t + tl.arange(0, BT)
         total = gather_sum(y, inverse, weights, token, cols, token < TOKENS, N, TOP_K, ACC)
-        store_rows(out, token, n0, total, token < TOKENS, N, BN)
+        store_rows(out, token, n0, plus(total, residual, token, cols, token < TOKENS, N), token < TOKENS, N, BN)
 
 
 def _stream_launch(h: Tensor, y: Tensor, out: Tensor, args: Args, sizes: Sizes, weights: Tensor) -> None:
@@ -148,8 +152,8 @@ def _stream_launch(h: Tensor, y: Tensor, out: Tensor, args: Args, sizes: Sizes, 
     block_k = min(c.block_k, next_power_of_2(max(k, 16)))
     _launch(
         _stream_kernel, (cdiv(n, c.block_n),),
-        (h, w, None if bias is None else bias.contiguous(), args["tiles"], args["inverse"], weights, y, out, sizes["tokens"],
-         n, k, w.stride(0), w.stride(1)),
+        (h, w, None if bias is None else bias.contiguous(), args["tiles"], args["inverse"], weights, args["residual"], y, out,
+         sizes["tokens"], n, k, w.stride(0), w.stride(1)),
         {"TOP_K": sizes["top_k"], "T": args["transposed"], "ACC": accumulator(h), "BM": tile_rows, "BN": c.block_n,
          "BK": block_k, "EVEN": k % block_k == 0, "BT": 16, "STAGES": c.num_stages, "num_warps": c.num_warps,
          "num_stages": c.num_stages},
@@ -160,16 +164,18 @@ def launch(
     x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None,
     weights: Tensor, indices: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor, tiles: Tensor, activation: str,
     alpha: float, limit: float, transposed: bool, interleaved: bool, tile_rows: int, save: bool,
+    residual: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     args: dict[str, Any] = dict(locals())
     sizes = SPEC.axes(args)
     args.update({name: args[name].contiguous() for name in _moe.INDEX})
+    args["residual"] = None if residual is None else residual.contiguous()
     out, gate_up = SPEC.empty(args, sizes)
     h, vector_h, y, stream_y = SPEC.empty_scratch(args, sizes)
     saved, how, weights = gate_up if save else None, _form(args), weights.contiguous()
     with on_device(x):
         if not sizes["rows"]:
-            out.zero_()
+            _ = out.zero_() if residual is None else out.copy_(residual)
         elif how == "vector":
             launch_vector(vector_h, out, saved, args, sizes, weights)
         else:
@@ -178,8 +184,8 @@ def launch(
                 _stream_launch(h, stream_y, out, args, sizes, weights)
             else:
                 rows_launch("down", h, down_weight, down_bias, y, args, sizes, transposed)
-                combine_launch(y, args["inverse"], weights, out, sizes["top_k"])
+                combine_launch(y, args["inverse"], weights, args["residual"], out, sizes["top_k"])
     return out, gate_up
 
 
-OP = Op(SPEC, launch, reference, BACKWARD)
+OP = Op(SPEC, launch, reference, BACKWARD, passthrough={"residual": "grad_out"})

@@ -440,7 +440,7 @@ def launch(
         if need_x:
             # gate_up_weight `gate_up hidden` is the transpose of what this product takes
             rows_launch("grad_rows", d_gate_up, gate_up_weight, None, rows_x, args, sizes, not transposed)
-            combine_launch(rows_x, args["inverse"], None, dx, sizes["top_k"])
+            combine_launch(rows_x, args["inverse"], None, None, dx, sizes["top_k"])
         if need_weights:
             _grad_weights_launch(args, sizes, part, dw)
         if need_gate_up_weight:

@@ -86,6 +86,12 @@ def configure(tokens: int, experts: int, itemsize: int, target: Target) -> Confi
     return split(min(16, most), False, 64, 64, 4)
 
 
+def launches(tokens: int, experts: int, itemsize: int, target: Target) -> int:
+    """GPU launches of one call: product and choice, together or not, and the index where the choice has not made it."""
+    c = configure(tokens, experts, itemsize, target)
+    return 2 if c.single or c.fused else 3
+
+
 def _ring(rows: int, itemsize: int, target: Target) -> tuple[int, int]:
     """block_k and stages of the deepest ring of operand tiles that fits."""
     choices = [(64, 3), (64, 2), (32, 3), (32, 2), (16, 2)][2 if itemsize >= 4 else 0 :]

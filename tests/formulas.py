@@ -131,6 +131,7 @@ def _moe_experts(a: Args) -> dict[str, Tensor]:
         y = y + a["down_bias"]
     choice = torch.nn.functional.one_hot(a["indices"].long(), wu.shape[0]).to(y)
     out = einsum(y, choice, a["weights"], "tokens experts hidden, tokens k experts, tokens k -> tokens hidden")
+    out = out if a["residual"] is None else out + a["residual"]
     token = torch.arange(a["x"].shape[0], device=y.device).repeat_interleave(a["indices"].shape[1])
     expert = a["indices"].flatten().long()
     by_row = sorted(range(expert.numel()), key=lambda slot: (int(expert[slot]), slot))

@@ -8,28 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from families import SIZES
+from families import EXPERTS, SIZES
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import fusedblock
+from fusedblock import blocks
 
-_LATENT = {"num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
-           "qk_nope_head_dim": 16}  # fmt: skip
-_CHOSEN = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
-# What a family needs beside SIZES so that its own numerics take part: experts of no power of two, a dense layer where it has one.
-CONFIGS: dict[str, dict[str, Any]] = {
-    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
-    "qwen2_moe": {**_CHOSEN, "num_experts": 6, "shared_expert_intermediate_size": 40},
-    "qwen3_moe": {**_CHOSEN, "num_experts": 6, "head_dim": 16, "norm_topk_prob": True},
-    "olmoe": {"num_experts": 6, "num_experts_per_tok": 3},
-    "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 6,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
-    "glm4_moe": {**_CHOSEN, "n_routed_experts": 6, "n_group": 3, "topk_group": 2, "head_dim": 16, "routed_scaling_factor": 1.5},
-    "deepseek_v2": {**_LATENT, **_CHOSEN, "n_routed_experts": 6, "n_group": 3, "topk_group": 2, "n_shared_experts": 2,
-                    "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5},
-    "deepseek_v3": {**_LATENT, **_CHOSEN, "n_routed_experts": 6, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1},
-}  # fmt: skip
 AUXILIARY = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss")  # whose models give router_logits and an auxiliary loss
 
 
@@ -37,7 +22,7 @@ def build(family: str, experts: str = "eager", seed: int = 0, **changes: Any) ->
     """An fp32 model in eval mode, by default with transformers' plain experts."""
     fusedblock.register_experts()
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **{**SIZES, **CONFIGS[family], **changes})
+    config = AutoConfig.for_model(family, **{**SIZES, **EXPERTS[family], **changes})
     how = {"attn_implementation": "eager", "experts_implementation": experts}
     model = AutoModelForCausalLM.from_config(config, **how, dtype=torch.float32)
     with torch.no_grad():
@@ -66,6 +51,24 @@ def in_double(model: nn.Module) -> nn.Module:
 
 def experts_of(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if hasattr(module, "is_concatenated")]
+
+
+@contextmanager
+def our_choices() -> Iterator[list[Tensor]]:
+    """Likewise of every mixture that a fused layer runs."""
+    found: list[Tensor] = []
+    original = blocks.mixture
+
+    def mixture(*args: Any, **kwargs: Any) -> blocks.Mixed:
+        mixed = original(*args, **kwargs)
+        found.append(mixed.indices.sort(-1).values)
+        return mixed
+
+    blocks.mixture = mixture
+    try:
+        yield found
+    finally:
+        blocks.mixture = original
 
 
 @contextmanager

@@ -66,12 +66,13 @@ class Experts:
     tile_rows: int = 16
     save: bool = True
     limit: float = 20.0
+    residual: bool = False
 
     @property
     def id(self) -> str:
         shape = f"moe_experts-{self.tokens}x{self.hidden}x{self.ffn}-{self.experts}:{self.top_k}-{self.routing}-{self.activation}"
         wide = "" if self.weights is None else "-" + str(self.weights).removeprefix("torch.")
-        words = self.laid.replace(" ", "+")
+        words = (self.laid + " residual" * self.residual).strip().replace(" ", "+")
         return shape + "-" * bool(words) + words + "-bias" * self.bias + wide + f"-{self.tile_rows}" + "-again" * (not self.save)
 
     def make(self, dtype: torch.dtype, g: torch.Generator) -> Args:
@@ -90,6 +91,7 @@ class Experts:
             "weights": weights.to(kind), "indices": indices, **make_index(indices, e, self.tile_rows),
             "activation": self.activation, "alpha": 1.702, "limit": self.limit, "transposed": transposed,
             "interleaved": interleaved, "tile_rows": self.tile_rows, "save": self.save,
+            "residual": _randn(self.tokens, h, dtype=dtype, generator=g) if self.residual else None,
         }  # fmt: skip
 
 

@@ -188,7 +188,7 @@ def test_a_bad_file_is_named(tmp_path: Path) -> None:
     for text, message in {
         "{": "is no JSON", "[]": "holds a list", "{}": "has no model_type",
         '{"model_type": "bloom"}': "model_type='bloom', expected one of",
-        '{"model_type": "mixtral"}': "model_type='mixtral', layers with experts .MoE. are not fused yet",
+        '{"model_type": "mixtral"}': "model_type='mixtral', whose layers with experts are fused in a model",
         '{"model_type": "llama", "hidden_size": 64}': "'llama' lacks intermediate_size, num_attention_heads",
         json.dumps({"model_type": "gpt2", "n_embd": 64, "hidden_size": 32, "n_head": 4}): "hidden_size=32, but n_embd=64",
         json.dumps({"model_type": "llama", **SIZES, "num_hidden_layers": 2}): "layer_idx=2, but num_hidden_layers=2",

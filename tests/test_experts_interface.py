@@ -8,6 +8,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import families
 import mixtures
 import peft
 import pytest
@@ -64,7 +65,7 @@ def check(family: str, dtype: torch.dtype, seq: int, pad: int, kernels: bool = F
 
 @pytest.mark.parametrize("pad", (0, 3), ids=("whole", "padded"))
 @DTYPES
-@pytest.mark.parametrize("family", mixtures.CONFIGS)
+@pytest.mark.parametrize("family", families.EXPERTS)
 def test_outputs_and_gradients(family: str, dtype: torch.dtype, pad: int) -> None:
     check(family, dtype, 9, pad)
 
@@ -77,7 +78,7 @@ def test_outputs_and_gradients_by_the_kernels(family: str, dtype: torch.dtype, s
     assert {"moe_index", "_moe_products", "moe_experts_backward"} <= set(launched)
 
 
-@pytest.mark.parametrize("family", mixtures.CONFIGS)
+@pytest.mark.parametrize("family", families.EXPERTS)
 def test_generate(family: str) -> None:
     """Greedy tokens, cache dynamic and static."""
     model = mixtures.build(family)

@@ -169,19 +169,21 @@ def test_launches_of_a_mixture_can_be_replayed(family: str, tokens: int, steps: 
     rest = fixed_mixture(spec, weights).args
     given = [t for t in weights if t is not None]
     with recording("sm_90"):
-        _, program = _replay.record(lambda: moe._compose(ops.direct, first, *rest), [first, *given])
+        _, program = _replay.record(lambda: moe._compose(ops.direct, first, None, *rest), [first, *given])
         assert program is not None and len(program.steps) == steps
         for x in (first, second):
-            want, got = moe._compose(ops.direct, x, *rest), Mixed(*program.run([x, *given]))
+            want, got = moe._compose(ops.direct, x, None, *rest), Mixed(*program.run([x, *given]))
             assert all(torch.equal(a, b) for a, b in zip(want, got))
-    assert not torch.equal(want.indices, moe._compose(ops.direct, first, *rest).indices)
+    assert not torch.equal(want.indices, moe._compose(ops.direct, first, None, *rest).indices)
 
 
 @pytest.mark.parametrize("family", ("mixtral", "deepseek_v3", "gpt_oss"))
 def test_opcheck(family: str) -> None:
     spec, weights = read(family, make(family).float().requires_grad_(False))
     args = fixed_mixture(spec, weights).args
-    torch.library.opcheck(torch.ops.fusedblock.mixture.default, (inputs(torch.float32, 9).view(-1, HIDDEN), *args))
+    x = inputs(torch.float32, 9).view(-1, HIDDEN)
+    for residual in (None, 2 * x):
+        torch.library.opcheck(torch.ops.fusedblock.mixture.default, (x, residual, *args))
 
 
 @pytest.mark.parametrize("family", ("mixtral", "qwen2_moe", "deepseek_v3"))
@@ -241,7 +243,7 @@ def test_what_does_not_fit_is_named() -> None:
         mixture(spec, weights, torch.zeros(()))
     with pytest.raises(NotImplementedError, match="mixture: no gradients"):
         args = (*weights._replace(shared_router=None), *fixed_mixture(spec, weights).args[len(weights) :])
-        torch.ops.fusedblock.mixture(x.view(-1, HIDDEN), *args)[0].sum().backward()
+        torch.ops.fusedblock.mixture(x.view(-1, HIDDEN), None, *args)[0].sum().backward()
 
 
 def small() -> tuple[MoeSpec, MoeWeights, Tensor]:
@@ -310,6 +312,29 @@ def test_tokens_of_no_width() -> None:
 def test_one_token_without_an_axis() -> None:
     spec, weights, x = small()
     assert relative_error(mixture(spec, weights, x[0]).out, mixture(spec, weights, x).out[0]) < 1e-6
+
+
+@pytest.mark.parametrize("kernels", (False, True))
+@pytest.mark.parametrize("tokens", (1, 5, 70))
+def test_the_residual_is_added_by_the_last_launch(tokens: int, kernels: bool) -> None:
+    """With its gradient; of plain experts no launch more."""
+    spec, weights, _ = small()
+    plain = weights._replace(shared_gate=None, shared_up=None, shared_down=None, shared_router=None)
+    x, residual, upstream = torch.randn(3, tokens, 32, generator=torch.Generator().manual_seed(11)).unbind()
+    for w in (weights, plain):
+        with torch.no_grad():
+            want = residual + mixture(spec, w, x).out
+        with recording("sm_90") if kernels else contextlib.nullcontext() as launches:
+            with torch.no_grad():
+                inference = mixture(spec, w, x, residual=residual).out
+            leaf = residual.clone().requires_grad_()
+            trained = mixture(spec, w, x, residual=leaf).out
+        assert w is weights or not kernels or len(launches) == 2 * (4 if tokens < 65 else 6)
+        assert relative_error(inference, want) < 1e-6 and relative_error(trained, want) < 1e-6
+        assert torch.equal(torch.autograd.grad(trained, leaf, upstream)[0], upstream)
+    for bad in (residual[:, :31], residual.half()):
+        with pytest.raises(ops.ShapeError, match="^mixture: residual is "):
+            mixture(spec, weights, x, residual=bad)
 
 
 def test_on_the_meta_device() -> None:

@@ -58,6 +58,7 @@ CASES = [
     Experts(tokens=1, experts=4, top_k=4, **GPT_OSS),
     Experts(tokens=70, experts=12, top_k=3, routing="holes", hidden=73, ffn=41),
     Experts(tokens=66, experts=3, top_k=2, tile_rows=128, laid="interleaved", activation="relu"),
+    *(Experts(tokens=tokens, experts=5, routing="holes", residual=True) for tokens in (1, 19, 67)),
 ]
 WIDE = [
     Experts(tokens=150, hidden=136, ffn=72, experts=3, tile_rows=128),

@@ -39,6 +39,7 @@ def arguments(model: str, tokens: int, tile_rows: int, dtype: torch.dtype, save:
         "order": index(rows), "inverse": index(tokens, top_k), "offsets": index(experts + 1),
         "tiles": index(_moe.max_tiles(rows, experts, tile_rows), 4), "activation": _moe.CLAMPED if odd else "silu",
         "alpha": 1.702, "limit": 7.0, "transposed": odd, "interleaved": odd, "tile_rows": tile_rows, "save": save,
+        "residual": meta(tokens, hidden),
     }  # fmt: skip
 
 

@@ -65,7 +65,7 @@ def ours(module: nn.Module, x: Tensor, indices: Tensor, weights: Tensor, activat
     given = indices.to(torch.int32)
     return torch.ops.fusedblock.moe_experts(
         x, module.gate_up_proj, module.down_proj, *biases, weights, given, *make_index(given, EXPERTS, 16).values(), activation,
-        alpha, limit, module.is_transposed, not module.is_concatenated, 16, save,
+        alpha, limit, module.is_transposed, not module.is_concatenated, 16, save, None,
     )[0]  # fmt: skip
 
 

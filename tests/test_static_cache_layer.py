@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import LlamaConfig, StaticCache
@@ -15,8 +17,10 @@ from fusedblock.kernels._target import TARGETS
 from .test_replay import SPEC, _tensors
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_slots_are_filled_and_attended(masked: bool) -> None:
+@pytest.mark.parametrize(("masked", "mixture"), [(False, False), (True, False), (True, True)])
+def test_slots_are_filled_and_attended(masked: bool, mixture: bool) -> None:
+    """mixture: up to the rows that experts would read."""
+    spec = replace(SPEC, mlp="mixture", experts=8, top_k=2) if mixture else SPEC
     config = LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1)
     caches = [StaticCache(config=config, max_cache_len=40) for _ in range(3)]
     past = [torch.randn(2, 2, 30, 16).bfloat16() for _ in range(2)]
@@ -31,20 +35,21 @@ def test_slots_are_filled_and_attended(masked: bool) -> None:
         return [layer.keys, layer.values, layer.cumulative_length]
 
     def compose(i: int) -> torch.Tensor:
-        return core._compose_slots(ops.direct, SPEC, w, x, cos, sin, mask, *slots(i))
+        return core._compose_slots(ops.direct, spec, w, x, cos, sin, mask, *slots(i))
 
     def inputs(i: int) -> list[torch.Tensor]:
         return [x, cos, sin, *([mask] if masked else []), *slots(i), *[t for t in w if t is not None]]
 
     with interpret(TARGETS["sm_90"]), torch.no_grad():
-        q, k, v = core._compose_front(ops.direct, SPEC, w, x, cos, sin)
+        q, k, v = core._compose_front(ops.direct, spec, w, x, cos, sin)
         keys, values = (t.transpose(1, 2) for t in caches[0].update(k.transpose(1, 2), v.transpose(1, 2), 0))
         scope = ops.normalise_mask(mask, q, keys), -1, -1, None, None
-        want = core._compose_back(ops.direct, SPEC, w, x, None, q, keys, values, *scope)
+        want = core._compose_back(ops.direct, spec, w, x, None, q, keys, values, *scope)
         got, program = _replay.record(lambda: compose(1), inputs(1))
-        assert torch.equal(got, want)
-        assert program is not None and len(program.steps) == 7  # keys are not split here, so nothing joins them
+        want, got = (t if mixture else (t,) for t in (want, got))
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        assert program is not None and len(program.steps) == (6 if mixture else 7)  # keys are not split
         again = program.run(inputs(2))
-        assert again is not None and torch.equal(again[0], want)
+        assert again is not None and all(torch.equal(a, b) for a, b in zip(again, want, strict=True))
     for i in (1, 2):
         assert all(torch.equal(a, b) for a, b in zip(slots(i), slots(0)))

@@ -101,6 +101,7 @@ def test_experts(target: str) -> None:
                 "inverse": index(tokens, top_k), "offsets": index(experts + 1),
                 "tiles": index(max_tiles(rows, experts, height), 4), "activation": "silu", "alpha": 0.0, "limit": 0.0,
                 "transposed": False, "interleaved": False, "tile_rows": height, "save": True,
+                "residual": None,
             }  # fmt: skip
             _, known["gate_up"] = ops.direct("moe_experts", *known.values())
             known |= {"grad_out": known["x"], **{f"need_{n}": known[n] is not None for n in known}}

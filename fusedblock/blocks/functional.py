@@ -21,6 +21,7 @@ from fusedblock.blocks.plan import BlockSpec, Plan, plan
 Call = Callable[..., Any]
 # Weight's name -> the linear layer itself, `tokens in_features` to `tokens out_features`, where it is not the plain product.
 Own = Mapping[str, Callable[[Tensor], Tensor]]
+Mlp = Callable[[Tensor, Tensor], Tensor]  # (normalised rows, residual), `batch seq hidden`, to what the layer returns
 _NONE: Own = {}
 
 
@@ -29,14 +30,15 @@ class BlockWeights(NamedTuple):
 
     q `heads*head_dim hidden`; k, v `kv_heads*head_dim hidden`; o `hidden heads*head_dim`; gate, up `ffn hidden`; down
     `hidden ffn`; all the other way round with BlockSpec.transposed. With a fused qkv_layout, q is the one weight of all three;
-    with mlp "gated_stacked", up is gate and up. Norms `hidden`; q_norm, k_norm `head_dim`, `heads head_dim` or, for qk_norm
-    "full", `heads*head_dim`. Biases by their rows. sinks `heads`: a logit of one more key, whose value is 0.
+    with mlp "gated_stacked", up is gate and up; with "mixture" there is no MLP here. Norms `hidden`; q_norm, k_norm
+    `head_dim`, `heads head_dim` or, for qk_norm "full", `heads*head_dim`. Biases by their rows. sinks `heads`: a logit of one
+    more key, whose value is 0.
     """
 
     q: Tensor
     o: Tensor
-    up: Tensor
-    down: Tensor
+    up: Tensor | None = None
+    down: Tensor | None = None
     k: Tensor | None = None
     v: Tensor | None = None
     gate: Tensor | None = None
@@ -108,7 +110,8 @@ def _norm(call: Call, spec: BlockSpec, w: BlockWeights, name: str, x: Tensor, tr
     return y
 
 
-def _matrix(spec: BlockSpec, w: Tensor) -> Tensor:
+def _matrix(spec: BlockSpec, w: Tensor | None) -> Tensor:
+    assert w is not None
     return w.t() if spec.transposed else w
 
 
@@ -223,7 +226,9 @@ def _attend(call: Call, op: str, spec: BlockSpec, w: BlockWeights, q: Tensor, k:
 
 
 def _back(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, rows: Tensor, q: Tensor, k: Tensor, v: Tensor,
-          scope: Scope, training: bool, own: Own = _NONE) -> Tensor:  # fmt: skip
+          scope: Scope, training: bool, own: Own = _NONE) -> Any:  # fmt: skip
+    """The layer's result `batch seq hidden`; with mlp "mixture" the two that its MLP adds up: the stream `batch seq hidden`, and
+    the normalised rows `tokens hidden` that the experts read."""
     compute = w.q.dtype
     steps = _plan(spec, x, k.shape[1], training, scope, compute, own)
     stream = x.reshape(-1, spec.hidden)
@@ -238,13 +243,15 @@ def _back(call: Call, spec: BlockSpec, w: BlockWeights, x: Tensor, rows: Tensor,
         y = _norm(call, spec, w, "mlp_norm", stream if spec.residual == "parallel" else h, training, dtype=compute)
     else:
         y = rows if spec.residual == "parallel" else h.to(compute)
+    if spec.mlp == "mixture":
+        return h.view(x.shape), y
     if _takes_own(own, "gate", "up"):
         g = _own_mlp(spec, w, y, own)
     elif spec.mlp == "plain":
         g, _ = call("plain_mlp", y, _matrix(spec, w.up), w.up_bias, spec.activation, training)
     else:
         stacked = spec.mlp == "gated_stacked"
-        gate, up = w.up.split(spec.ffn) if stacked else (w.gate, w.up)
+        gate, up = _matrix(spec, w.up).split(spec.ffn) if stacked else (w.gate, w.up)
         gate_bias, up_bias = w.up_bias.split(spec.ffn) if stacked and w.up_bias is not None else (w.gate_bias, w.up_bias)
         g, _, _ = call("gated_mlp", y, gate, up, gate_bias, up_bias, sumsq, spec.activation, spec.eps, training)
     out = _branch(call, spec, w, g, "down", "mlp_out_norm", h, training, own)[0]
@@ -276,7 +283,7 @@ def _composite(name: str, extra: list[tuple[str, Any]], results: int, compose: C
 def _facts(args: tuple[Any, ...]) -> bool:
     """Of weights and numbers: what decides how gated_mlp stacks two weights."""
     w = BlockWeights(*args[:_N_WEIGHTS])
-    return w.gate is not None and w.gate.data_ptr() < w.up.data_ptr()
+    return w.gate is not None and w.up is not None and w.gate.data_ptr() < w.up.data_ptr()
 
 
 def fixed(spec: BlockSpec, weights: BlockWeights) -> ops.Fixed:
@@ -333,9 +340,15 @@ _block_back = _composite(  # fmt: skip
     [("x", _T), ("rows", _O), ("q_states", _T), ("k_states", _T), ("v_states", _T), *_SCOPE], 1, _compose_back,
 )
 _block = _composite("block", [*_FRONT, *_SCOPE], 1, _compose_block)
+# Of layers with a mixture: up to the rows that the experts read.
+_block_back_open = _composite(  # fmt: skip
+    "block_back_open",
+    [("x", _T), ("rows", _O), ("q_states", _T), ("k_states", _T), ("v_states", _T), *_SCOPE], 2, _compose_back,
+)
+_block_open = _composite("block_open", [*_FRONT, *_SCOPE], 2, _compose_block)
 
 
-for _name in ("block_front", "block_front_rows", "block_back", "block"):
+for _name in ("block_front", "block_front_rows", "block_back", "block", "block_back_open", "block_open"):
     ops.refuse_gradients(_name, f"{_name}: no gradients; fusedblock.blocks.forward takes other ops where they are wanted")
 
 
@@ -354,7 +367,7 @@ def forward(
     mask: Tensor | None = None, causal: bool = True, windowed: bool = True,
     cu_seqlens: tuple[Tensor | None, Tensor | None] = (None, None),
     update: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None, compute_dtype: torch.dtype | None = None,
-    own: Own = _NONE, kept: ops.Fixed | None = None, slots: Slots | None = None,
+    own: Own = _NONE, kept: ops.Fixed | None = None, slots: Slots | None = None, mlp: Mlp | None = None,
 ) -> Tensor:  # fmt: skip
     """One transformer layer: h = x + o(attention(norm(x))), then h + down(act(gate(norm(h))) * up(norm(h))), or the variation of
     it that spec says.
@@ -366,9 +379,28 @@ def forward(
     that layout. compute_dtype: multiply in this dtype while x, the residual stream and the norms keep theirs, as under autocast.
     own: linear layers, by their weight's name, that are more than a product (adapters): functions of `batch seq in_features` that
     return `batch seq out_features`; their weights are then read for sizes only. kept: fixed(spec, weights), of an earlier call.
-    slots: what update would fill, and return, if that is all that it does. Returns `batch seq hidden`.
-    Without gradients the layer is one registered op (two around update). Raises ShapeError or ValueError naming the argument.
+    slots: what update would fill, and return, if that is all that it does. mlp: the end of a layer with a mixture, and of
+    no other. Returns `batch seq hidden`.
+    Without gradients the layer is one registered op (two around update), and a mixture is one more. Raises ShapeError or
+    ValueError naming the argument.
     """
+    if (mlp is None) != (spec.mlp != "mixture") or (mlp and (spec.residual, spec.branch_scale) != ("sequential", 1.0)):
+        given = "None" if mlp is None else "given"
+        raise ValueError(f"forward: mlp is {given}, but the layer is {spec.residual} with mlp={spec.mlp!r}; only a sequential "
+                         "layer with mlp='mixture' takes one, and it must")  # fmt: skip
+    out = _forward(spec, weights, x, cos, sin, mask, causal, windowed, cu_seqlens, update, compute_dtype, own, kept, slots)
+    if mlp is None:
+        return out
+    h, y = out
+    return mlp(y.view(x.shape), h)
+
+
+def _forward(
+    spec: BlockSpec, weights: BlockWeights, x: Tensor, cos: Tensor | None, sin: Tensor | None, mask: Tensor | None, causal: bool,
+    windowed: bool, cu_seqlens: tuple[Tensor | None, Tensor | None], update: Any, compute_dtype: torch.dtype | None, own: Own,
+    kept: ops.Fixed | None, slots: Slots | None,
+) -> Any:  # fmt: skip
+    """What `_back` says."""
     if spec.rope and cos is not None and sin is not None and debug.watching(x):
         debug.check_tables(cos, sin, spec.tables)
     left, right = (spec.window_left, spec.window_right) if windowed else (-1, -1)
@@ -387,7 +419,8 @@ def forward(
         return _back(ops.dispatched, spec, w, x, rows, q, k, v, scope, grad or learned, own)
     if update is None:
         m = mask if mask is None or mask.dim() == 4 else mask[:, None, None, :]
-        return _run(_block, spec, weights, kept, x, cos, sin, m, left, right, *cu_seqlens)
+        whole_block = _block_open if spec.mlp == "mixture" else _block
+        return _run(whole_block, spec, weights, kept, x, cos, sin, m, left, right, *cu_seqlens)
     whole = left < 0 and right < 0 and cu_seqlens[0] is None  # what the mask lets be seen
     if slots is not None and whole and not torch.compiler.is_compiling():
         known, given = kept or fixed(spec, weights), (x, cos, sin, mask, *slots)
@@ -400,7 +433,8 @@ def forward(
     if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):  # learned keys and values: prefix tuning
         rows = rest[0] if rest else x.reshape(-1, spec.hidden)
         return _back(ops.dispatched, spec, weights, x, rows, q, k, v, scope, True)
-    return _run(_block_back, spec, weights, kept, x, rest[0] if rest else None, q, k, v, *scope)
+    back = _block_back_open if spec.mlp == "mixture" else _block_back
+    return _run(back, spec, weights, kept, x, rest[0] if rest else None, q, k, v, *scope)
 
 
 def _through(update: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """The MLP of a mixture of experts: its numbers (MoeSpec), its weights, and one composition of router, experts and shared expert.
 
     routed = sum over the token's experts e of weight * down[e](gated(x @ gate_up[e].T))      chosen and weighted by the router
-    out    = routed + shared_down(act(shared_gate(x)) * shared_up(x)) * sigmoid(x @ shared_router.T)      with a shared expert
+    out    = residual + routed + shared_down(act(shared_gate(x)) * shared_up(x)) * sigmoid(x @ shared_router.T), if shared
 
 Run two ways: through the dispatcher, where autograd records it, and behind one registered op where no gradient is wanted.
 """
@@ -68,8 +68,8 @@ class Mixed(NamedTuple):
     indices: Tensor
 
 
-def _routed(call: Call, spec: MoeSpec, w: MoeWeights, x: Tensor, training: bool) -> Mixed:
-    """x `tokens hidden` through its experts."""
+def _routed(call: Call, spec: MoeSpec, w: MoeWeights, x: Tensor, residual: Tensor | None, training: bool) -> Mixed:
+    """x `tokens hidden` through its experts, and the residual."""
     tokens, experts = x.shape[0], w.gate_up.shape[0]
     tile_rows = ops.choose_tile_rows(tokens, spec.router.top_k, experts, x.dtype.itemsize, target_of(x.device))
     weights, indices, logits, *index = call(
@@ -77,7 +77,7 @@ def _routed(call: Call, spec: MoeSpec, w: MoeWeights, x: Tensor, training: bool)
     )
     out = call(
         "moe_experts", x, w.gate_up, w.down, w.gate_up_bias, w.down_bias, weights, indices, *index, spec.activation, spec.alpha,
-        spec.limit, spec.transposed, spec.interleaved, tile_rows, training,
+        spec.limit, spec.transposed, spec.interleaved, tile_rows, training, residual,
     )[0]  # fmt: skip
     return Mixed(out, logits, weights, indices)
 
@@ -91,11 +91,11 @@ def _with_shared(call: Call, spec: MoeSpec, w: MoeWeights, x: Tensor, routed: Te
     return call("linear", g, w.shared_down, None, routed, None, 1.0)[0]
 
 
-def _compose(call: Call, x: Tensor, *args: Any) -> Mixed:
+def _compose(call: Call, x: Tensor, residual: Tensor | None, *args: Any) -> Mixed:
     """The registered op: launches of kernels and nothing else, so that they can be replayed."""
     n, m = len(MoeWeights._fields), len(_ROUTER)
     w, spec = MoeWeights(*args[:n]), MoeSpec(ops.RouterSpec(*args[n : n + m]), *args[n + m :])
-    mixed = _routed(call, spec, w, x, False)
+    mixed = _routed(call, spec, w, x, residual, False)
     if w.shared_gate is None:
         return mixed
     return mixed._replace(out=_with_shared(call, spec, w, x, mixed.out, False))
@@ -113,7 +113,8 @@ def _facts(args: tuple[Any, ...]) -> bool:
     return w.shared_gate is not None and w.shared_up is not None and w.shared_gate.data_ptr() < w.shared_up.data_ptr()
 
 
-_mixture = ops.define_composite("mixture", [("x", Tensor), *_WEIGHTS, *_NUMBERS], 4, _compose, _facts, 1)
+_GIVEN = [("x", Tensor), ("residual", Tensor | None)]
+_mixture = ops.define_composite("mixture", [*_GIVEN, *_WEIGHTS, *_NUMBERS], 4, _compose, _facts, len(_GIVEN))
 ops.refuse_gradients("mixture", "mixture: no gradients; fusedblock.blocks.mixture takes other ops where they are wanted")
 
 
@@ -134,21 +135,27 @@ def _inside(w: MoeWeights) -> MoeWeights:
     return w._replace(shared_gate=None, shared_up=None, shared_down=None, shared_router=None)
 
 
-def mixture(spec: MoeSpec, weights: MoeWeights, x: Tensor, *, kept: ops.Fixed | None = None) -> Mixed:
-    """The MLP of a mixture, x `... hidden`, of the weights' dtype. The residual is not added.
+def mixture(
+    spec: MoeSpec, weights: MoeWeights, x: Tensor, *, residual: Tensor | None = None, kept: ops.Fixed | None = None
+) -> Mixed:
+    """The MLP of a mixture, x `... hidden`, of the weights' dtype, added to the residual if one is given, like x.
 
     The weights of the experts are read where they are, and of few tokens only those that were chosen. Without gradients router,
     experts and a shared expert that is not gated are one registered op. kept: fixed_mixture(spec, weights) of an earlier call.
     Raises ShapeError or ValueError naming the argument.
     """
-    rows = _check(spec, weights, x)
-    training = ops.wants_grad(x, *weights)
+    rows = check_mixture(spec, weights, x)
+    if residual is not None and (residual.shape, residual.dtype, residual.device) != (x.shape, x.dtype, x.device):
+        like = f"{tuple(residual.shape)} {residual.dtype} on {residual.device}"
+        raise ops.ShapeError(f"mixture: residual is {like}, expected x's {tuple(x.shape)} {x.dtype} on {x.device}")
+    add = None if residual is None else residual.reshape(rows.shape)
+    training = ops.wants_grad(x, residual, *weights)
     if training:
-        mixed = _routed(ops.dispatched, spec, weights, rows, True)
+        mixed = _routed(ops.dispatched, spec, weights, rows, add, True)
     elif torch.compiler.is_compiling():
-        mixed = Mixed(*_mixture.op(rows, *_inside(weights), *_numbers(spec)))
+        mixed = Mixed(*_mixture.op(rows, add, *_inside(weights), *_numbers(spec)))
     else:
-        mixed = Mixed(*_mixture.straight((rows,), kept or fixed_mixture(spec, weights)))
+        mixed = Mixed(*_mixture.straight((rows, add), kept or fixed_mixture(spec, weights)))
     out = mixed.out
     if weights.shared_gate is not None and (training or weights.shared_router is not None):
         out = _with_shared(ops.dispatched, spec, weights, rows, out, training)
@@ -183,7 +190,7 @@ def _related(sizes: dict[str, int], args: Mapping[str, Any]) -> dict[str, int]:
 _SPECS = {transposed: _spec(transposed) for transposed in (False, True)}
 
 
-def _check(spec: MoeSpec, w: MoeWeights, x: Tensor) -> Tensor:
+def check_mixture(spec: MoeSpec, w: MoeWeights, x: Tensor) -> Tensor:
     """x as `tokens hidden`. Raises, before any of the operators runs, what each of them would about its own arguments; the
     router's numbers are left to the first."""
     if x.dim() < 1:

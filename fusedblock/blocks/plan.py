@@ -10,7 +10,18 @@ from dataclasses import dataclass
 
 import torch
 
-from fusedblock.ops import Choice, DecodeProblem, Skeleton, Target, choose, decode_launches, skeleton
+from fusedblock.ops import (
+    Choice,
+    DecodeProblem,
+    Skeleton,
+    Target,
+    choose,
+    choose_tile_rows,
+    decode_launches,
+    form,
+    route_launches,
+    skeleton,
+)
 
 # Up to this many rows the second norm rides on its neighbours' epilogues. Beyond, its own launch is cheaper: at 4096 rows of an
 # 8B layer it takes 19 us on an H200, the statistics in the epilogues 90 us (2026-11-29).
@@ -30,7 +41,9 @@ class BlockSpec:
     transposed: weights are `in_features out_features`.
     qk_norm: "", "head" (each head by itself) or "full" (all heads together), before rope.
     rope: "", "half" or "interleaved". tables: how cos and sin repeat columns: "halves", "repeat" (each twice), "short" (no).
-    mlp: "gated", "gated_stacked" (one weight, rows of gate, then of up) or "plain" (two layers).
+    mlp: "gated", "gated_stacked" (one weight, rows of gate, then of up), "plain" (two layers) or "mixture" (of `experts`, of
+    which every token has `top_k`; shared: "", "plain" or "gated", the expert that all have): the layer is then sequential, its
+    numbers beside these are a MoeSpec's, and ffn is 0.
     norms: those of attn_norm, attn_out_norm, mlp_norm and mlp_out_norm that the layer has, in this order.
     softcap: the logits are softcap * tanh(logits / softcap); 0: as they are.
     window_left, window_right: how many keys before and after its own a query sees; -1: all. A causal call has none after.
@@ -59,6 +72,9 @@ class BlockSpec:
     softcap: float = 0.0
     window_left: int = -1
     window_right: int = -1
+    experts: int = 0
+    top_k: int = 0
+    shared: str = ""
 
 
 @dataclass(frozen=True)
@@ -97,7 +113,9 @@ class Plan:
 def _why_apart(spec: BlockSpec, rows: int, dtype: torch.dtype, training: bool, autocast: bool, own: tuple[str, ...],
                target: Target) -> str | None:  # fmt: skip
     """Why the norm before the MLP is a launch of its own; None where it rides on its neighbours' epilogues."""
-    if spec.norm != "rms" or spec.residual != "sequential" or spec.norms != "attn_norm mlp_norm" or spec.mlp == "plain":
+    if spec.norm != "rms" or spec.residual != "sequential" or spec.norms != "attn_norm mlp_norm" or (
+        spec.mlp in ("plain", "mixture")
+    ):
         return "row sums ride only on a pre-norm layer with RMSNorm and a gated MLP"
     if target.batch_invariant:
         return "batch_invariant"
@@ -130,6 +148,32 @@ def _skeleton(spec: BlockSpec, seq: int, context: int, dtype: torch.dtype, targe
     options = frozenset(name for name, value in given.items() if value)
     return skeleton(target=target, dtype=dtype, head_dim=spec.head_dim, v_dim=spec.head_dim, queries=seq, keys=keys,
                     context=context, backward=backward, options=options)  # fmt: skip
+
+
+_FORMS = {
+    "vector": "sums over rows of the chosen experts' weights",
+    "stream": "the second product also sums over a token's experts",
+    "grouped": "two products by expert, then the sum over a token's experts",
+}
+
+
+def _mixture(spec: BlockSpec, tokens: int, dtype: torch.dtype, target: Target, symbolic: bool, autocast: bool) -> list[Launch]:
+    """Router, experts, shared expert and the addition of the residual. A trace for any length has the launches of many tokens."""
+    tokens = 1024 if symbolic else tokens
+    tile_rows = choose_tile_rows(tokens, spec.top_k, spec.experts, dtype.itemsize, target)
+    how, router = form(tokens, tile_rows, target), route_launches(tokens, spec.experts, dtype.itemsize, target)
+    adds = "" if autocast else ", and the residual"
+    steps = [
+        Launch("moe_route", "router", "triton", f"{spec.top_k} of {spec.experts} experts, and the index of their tokens", router),
+        Launch("moe_experts", "experts", "triton", _FORMS[how] + adds, 3 if how == "grouped" else 2),
+    ]
+    if spec.shared:
+        steps.append(Launch("gated_mlp", "shared expert", "triton", "both products and the activation"))
+        if spec.shared == "gated":
+            steps += [Launch("linear", "shared expert's gate", "triton", "one number a token"),
+                      Launch("module", "shared expert's gate", "torch", "sigmoid, and its product", kernels=2)]  # fmt: skip
+        steps.append(Launch("linear", "shared expert's down", "triton", "adds the experts' sum"))
+    return [*steps, Launch("module", "residual", "torch", "autocast: it has another dtype")] if autocast else steps
 
 
 @functools.lru_cache(maxsize=4096)
@@ -203,9 +247,12 @@ def plan(
     steps.append(_attention(spec, choice, masked, kernels))
     steps += output("attention output", "o", "attn_out_norm", "; leaves the second norm's row sums" if statistics else "")
     if "mlp_norm" in norms and not statistics:
-        rides = "" if spec.mlp == "plain" or spec.norm != "rms" else (
+        rides = "" if spec.mlp in ("plain", "mixture") or spec.norm != "rms" else (
             f"without gradients, in bf16 or fp32, {STATISTICS_ROWS} rows or fewer: a row scale in the next epilogue")  # fmt: skip
         steps.append(norm("MLP norm", f"{rows} (not in an epilogue: {alone})", rides))
+    if spec.mlp == "mixture":
+        steps += _mixture(spec, batch * seq, dtype, target, symbolic, autocast)
+        return Plan(tuple(steps), statistics, choice.splits)
     if "gate" in own or "up" in own:
         steps += modules("MLP", "then the activation", *(("gate", "up") if spec.mlp == "gated" else ("up",)))
     elif spec.mlp == "plain":

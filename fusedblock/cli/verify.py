@@ -63,6 +63,8 @@ def run(console: Console, folder: Path, *, dtype: torch.dtype = torch.float32, t
     for made in (model, reference):
         if any(layer.spec and layer.spec.softcap for layer in decoder_layers(made)):
             made.set_attn_implementation("eager")  # transformers' default, sdpa, has no softcap
+    if any(layer.spec and layer.spec.sparse for layer in decoder_layers(reference)):
+        reference.set_experts_implementation("eager")  # of transformers' others, grouped_mm takes no float64
     generates = model.can_generate()
     asked, inputs = _inputs(folder, model)
 

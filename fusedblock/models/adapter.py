@@ -18,6 +18,7 @@ from ..blocks import BlockSpec, BlockWeights, Slots
 from ..ops import Fixed
 from .binding import PLAIN_TENSORS, Binding, type_name
 from .interface import autocast_dtype
+from .sparse import Mixture
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Of attention: all that a layer may ask for. OURS takes other masks: see `interface.attention_mask`.
@@ -25,9 +26,13 @@ OURS = "fusedblock"
 IMPLEMENTATIONS = ("eager", "sdpa", OURS)
 # Keywords that change nothing in a layer under these, whatever their value. The last two go to the loss, and
 # the models pass them on to their layers as well.
-HARMLESS = frozenset({"position_ids", "use_cache", "output_hidden_states", "num_items_in_batch", "shift_labels"})
+HARMLESS = frozenset({
+    "position_ids", "use_cache", "output_hidden_states", "output_router_logits", "num_items_in_batch", "shift_labels",
+})  # fmt: skip
 # Harmless at one value, which is also the default.
 HARMLESS_VALUES = {"output_attentions": False}
+# What transformers may record of a model whose layers are fused: what layers return, and what their routers say.
+RECORDED = frozenset({"hidden_states", "router_logits"})
 # Packed sequences: eager and sdpa attention see them in the mask only, ours here too.
 PACKING = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
 
@@ -51,6 +56,7 @@ class Call(NamedTuple):
     own: Mapping[str, nn.Module]
     kept: Fixed | None = None
     slots: Slots | None = None
+    mlp: Mixture | None = None
 
 
 def prepare(
@@ -89,7 +95,7 @@ def prepare(
     if collector is not None:
         # A ContextVar cannot be traced; under a trace the collector keeps its value in a plain attribute.
         for wanted in (collector.global_var if compiling else collector.get()) or ():
-            if wanted != "hidden_states" and not wanted.startswith("_"):
+            if wanted not in RECORDED and not wanted.startswith("_"):
                 return f"{wanted} are recorded"
     if not compiling and _has_any_global_hook():
         return "global module hooks are registered"
@@ -123,7 +129,7 @@ def prepare(
     update = None if cache is None else _updater(attention, cache, cache_names, arguments, keep)
     slots = None if cache is None or causal or windowed or compiling else _slots(cache, attention.layer_idx, x, binding.spec)
     return Call(binding.spec, binding.weights, cos, sin, mask, causal, windowed, bounds, update, compute, binding.own,
-                binding.fixed, slots)  # fmt: skip
+                binding.fixed, slots, binding.mixture)  # fmt: skip
 
 
 def attention_refusal(binding: Binding) -> str:
@@ -133,6 +139,8 @@ def attention_refusal(binding: Binding) -> str:
         return f"attention implementation {implementation!r}; use attn_implementation='{OURS}', 'sdpa' or 'eager'"
     if implementation == "sdpa" and binding.spec.softcap:
         return f"sdpa attention has no softcap ({binding.spec.softcap:g}); use attn_implementation='eager' or '{OURS}'"
+    if implementation == "sdpa" and binding.weights.sinks is not None:
+        return f"sdpa attention has no sinks; use attn_implementation='eager' or '{OURS}'"
     return ""
 
 
@@ -193,6 +201,11 @@ def _tensors(binding: Binding, x: Tensor, embeddings: Any, compute: torch.dtype 
     for tensor in binding.weights:
         if tensor is not None and tensor.dtype is not dtype:
             return f"a weight is {tensor.dtype}, hidden_states is {dtype}"
+    mixture = binding.mixture
+    if mixture is not None and mixture.weights.router.dtype is not dtype:
+        return f"a weight of the experts is {mixture.weights.router.dtype}, hidden_states is {dtype}"
+    if mixture is not None and mixture.weights.router.device != device:
+        return f"a weight of the experts is on {mixture.weights.router.device}, hidden_states is on {device}"
     if binding.weights.q.device != device:
         return f"a weight is on {binding.weights.q.device}, hidden_states is on {device}"
     spec = binding.spec

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..blocks import BlockSpec, BlockWeights, fixed
+from ..blocks import BlockSpec, BlockWeights, MoeSpec, MoeWeights, check_mixture, fixed, fixed_mixture
 from ..ops import Fixed
-from .table import LayerSpec
+from .experts import COMPUTING, read_gate
+from .routers import ROUTERS
+from .sparse import Mixture
+from .table import LayerSpec, Sparse
 
 # The hooks of transformers on attention modules do nothing unless its collector, which `prepare` asks, wants attentions.
 _CAPTURING = "transformers.utils.output_capturing"
@@ -39,7 +43,7 @@ class Binding(NamedTuple):
     spec: BlockSpec
     weights: BlockWeights
     attention: Any
-    activation: nn.Module
+    activations: tuple[tuple[Any, str], ...]  # (module or function, the name it had)
     children: tuple[Child, ...]
     slots: tuple[tuple[dict[str, Any], str, Tensor | None], ...]  # (a module's _parameters, name, parameter)
     facts: tuple[tuple[Any, str, Any], ...]  # (its owner, or None for the layer; attribute; what the spec was made of)
@@ -48,6 +52,7 @@ class Binding(NamedTuple):
     partial: bool  # tables may be narrower than a head
     own: Mapping[str, nn.Module]  # weight -> the module that adapts it, which runs itself
     fixed: Fixed | None = None  # None while torch.compile traces
+    mixture: Mixture | None = None
 
 
 # Activations that are plain functions, called with their defaults.
@@ -172,9 +177,22 @@ def _child(layer: nn.Module, path: str, expected: str, capturing: bool = False) 
     return Child(parent, name, module, type(module), hooks, ids, module.__dict__.get("forward"), type(module).forward)
 
 
+def sparse_of(layer: nn.Module, spec: LayerSpec) -> Sparse | None:
+    """The entry's mixture, unless the layer has a dense MLP in its place."""
+    sparse = spec.sparse
+    dense = sparse and spec.classes.get(sparse.block)
+    return None if dense and sparse and _dotted(_at(layer, sparse.block)) == f"{spec.home}.{dense}" else sparse
+
+
+def _parts(spec: LayerSpec, sparse: Sparse | None) -> dict[str, str]:
+    """Path -> class of the layer's parts whose arithmetic the fused layer replaces, beside norms and linear layers."""
+    return {**spec.classes, **(sparse.classes if sparse else {})}
+
+
 def classes(layer: nn.Module, spec: LayerSpec) -> list[type]:
     """Of the layer's parts whose arithmetic the fused layer replaces."""
-    paths = (*spec.classes, *spec.norms.values())
+    sparse = sparse_of(layer, spec)
+    paths = (*_parts(spec, sparse), *spec.norms.values(), *([sparse.router] if sparse else []))
     return [type(module) for module in (_at(layer, path) for path in paths) if module is not None]
 
 
@@ -186,8 +204,8 @@ def unsupported(layer: nn.Module, spec: LayerSpec) -> str | None:
     scale = _at(layer, f"{spec.attention}.{spec.scaling}") if spec.scaling else head_dim**-0.5
     if not (isinstance(scale, (int, float)) and 0 < scale < float("inf")):
         return f"the softmax scale is {scale}, the kernels take positive finite numbers"
-    activation = _at(layer, spec.activation)
-    if activation_of(activation) is None:
+    activation = None if (sparse := sparse_of(layer, spec)) else _at(layer, spec.activation)
+    if not sparse and activation_of(activation) is None:
         return f"activation {type_name(activation)} has no kernel"
     for name, path in (("window", spec.window), ("softcap", spec.softcap)):
         value = _at(layer, path) if path else None
@@ -221,10 +239,13 @@ def _bind(layer: nn.Module, spec: LayerSpec) -> Binding:
         facts.append((*_owner(layer, path), value))
         return value
 
+    sparse = sparse_of(layer, spec)
     options = {name: getattr(spec, name) for name in _OPTIONS}
+    options |= {"mlp": "mixture"} if sparse else {}
     for path, (field, values) in spec.switches.items():
         options[field] = values[bool(fact(path))]
-    children = [_child(layer, path, f"{spec.home}.{name}", path == spec.attention) for path, name in spec.classes.items()]
+    children = [_child(layer, path, f"{spec.home}.{name}", path == spec.attention)
+                for path, name in _parts(spec, sparse).items()]  # fmt: skip
     norm_class = spec.norm_class if "." in spec.norm_class else f"{spec.home}.{spec.norm_class}"
     # A parallel layer whose branches share one norm does not look at the other, which it may have from before.
     norms = {n: p for n, p in spec.norms.items()
@@ -239,15 +260,19 @@ def _bind(layer: nn.Module, spec: LayerSpec) -> Binding:
         modules[name] = children[-1].module
     own: dict[str, nn.Module] = {}
     for name, path in spec.linears.items():
+        if sparse and name in ("gate", "up", "down"):
+            continue
         if _dotted(_at(layer, path)) == _ADAPTER:
             children.append(_child(layer, path, _ADAPTER))
             own[name], path = children[-1].module, path + ".base_layer"
         children.append(_child(layer, path, spec.linear_class))
         modules[name] = children[-1].module
-    children.append(_child(layer, spec.activation, ""))
-    activation = children[-1].module
+    activations: list[tuple[Any, str]] = []
+    if not sparse:
+        children.append(_child(layer, spec.activation, ""))
+        activations.append((children[-1].module, activation_of(children[-1].module) or ""))
     attention, dropouts = _at(layer, spec.attention), []
-    for path in spec.dropouts:
+    for path in (*spec.dropouts, *(sparse.noises if sparse else ())):
         owner, name = _owner(layer, path)
         if isinstance(_at(layer, path), nn.Module):
             if type(_at(layer, path)) is nn.Identity:  # for a rate of 0
@@ -265,6 +290,11 @@ def _bind(layer: nn.Module, spec: LayerSpec) -> Binding:
         raise _Unfit(reason)
 
     slots = _slots(modules)
+    if spec.sinks:
+        owner, name = _owner(layer, spec.sinks)
+        slots["sinks"] = (owner._parameters, name, _plain(owner._parameters.get(name), spec.sinks))
+    for path in spec.refused:
+        fact(path)
     if own.keys() & {"q", "k", "v"} and any(p.dim() > 1 for p in (slots[n][2] for n in heads) if p is not None):
         raise _Unfit("an adapter before norms with weights for every head")
     weights = BlockWeights(**{name: slot[2] for name, slot in slots.items()})  # type: ignore[arg-type]
@@ -277,15 +307,89 @@ def _bind(layer: nn.Module, spec: LayerSpec) -> Binding:
     eps = _at(layer, f"{next(iter(norms.values()))}.{spec.eps}")
     scale = fact(f"{spec.attention}.{spec.scaling}") if spec.scaling else numbers["head_dim"] ** -0.5
     reach = (fact(spec.window) or 0) - 1 if spec.window else -1
+    mixture: Mixture | None = None
+    places_of: list[_Slot] = []
+    if sparse:
+        mixture, places_of = _bind_sparse(layer, spec, sparse, numbers["hidden"], fact, children, activations)
+        shared = "" if not sparse.shared else "gated" if sparse.shared_gate else "plain"
+        numbers |= {"experts": mixture.weights.router.shape[0], "top_k": mixture.spec.router.top_k, "shared": shared}
     block = BlockSpec(
         **numbers, **options, scale=float(scale), eps=float(eps),
-        activation=activation_of(activation) or "", branch_scale=float(fact(spec.branch_scale)) if spec.branch_scale else 1.0,
+        activation="" if sparse else activations[0][1], branch_scale=float(fact(spec.branch_scale)) if spec.branch_scale else 1.0,
         transposed=spec.linear_class.endswith("Conv1D"), norms=" ".join(norms), window_left=reach,
         window_right=-1 if fact(f"{spec.attention}.is_causal") else reach,
         softcap=float(fact(spec.softcap) or 0.0) if spec.softcap else 0.0,
     )  # fmt: skip
-    return Binding(block, weights, attention, activation, tuple(children), tuple(slots.values()), tuple(facts), tuple(dropouts),
-                   spec.partial, own, None if torch.compiler.is_compiling() else fixed(block, weights))  # fmt: skip
+    kept = None if torch.compiler.is_compiling() else fixed(block, weights)
+    return Binding(block, weights, attention, tuple(activations), tuple(children), (*slots.values(), *places_of), tuple(facts),
+                   tuple(dropouts), spec.partial, own, kept, mixture)  # fmt: skip
+
+
+_Slot = tuple[dict[str, Any], str, Tensor | None]
+
+
+def _plain(tensor: Any, path: str) -> Tensor:
+    if type(tensor) not in (*PLAIN_TENSORS, nn.Buffer):  # as which torch.compile sees a buffer
+        raise _Unfit(f"{path} is {'no parameter' if tensor is None else f'a {type_name(tensor)}'}")
+    return tensor  # type: ignore[no-any-return]
+
+
+def _bind_sparse(layer: nn.Module, spec: LayerSpec, sparse: Sparse, hidden: int, fact: Callable[[str], Any],
+                 children: list[Child], activations: list[tuple[Any, str]]) -> tuple[Mixture, list[_Slot]]:  # fmt: skip
+    """The mixture, and the places of its parameters. Appends what must stay as it is to children and activations."""
+    entry, experts = ROUTERS[spec.family], _at(layer, sparse.experts)
+    children.append(_child(layer, sparse.router, f"{spec.home}.{entry.layer_class}", capturing=True))
+    router = children[-1].module
+    numbers = (*entry.live.values(), *(entry.ungrouped[:1] if entry.ungrouped else ()))
+    for path in (*(f"{sparse.router}.{name}" for name in numbers),
+                 *(f"{sparse.experts}.{name}" for name in ("has_gate", "has_bias", "is_transposed", "is_concatenated",
+                                                           "_apply_gate", "alpha", "limit"))):  # fmt: skip
+        fact(path)
+    if (how := fact(f"{sparse.experts}.config._experts_implementation")) not in COMPUTING:
+        raise _Unfit(f"experts implementation {how!r}")
+    gate = read_gate(experts)
+    if isinstance(gate, str):
+        raise _Unfit(f"{sparse.experts}: {gate}")
+    slots: dict[str, _Slot] = {}
+
+    def put(name: str, holder: dict[str, Any], leaf: str, path: str) -> None:
+        slots[name] = (holder, leaf, _plain(holder.get(leaf), f"{path}.{leaf}"))
+
+    def activation(path: str) -> str:
+        children.append(_child(layer, path, ""))
+        module = children[-1].module
+        activations.append((module, activation_of(module) or ""))
+        if not activations[-1][1]:
+            raise _Unfit(f"activation {type_name(module)} has no kernel")
+        return activations[-1][1]
+
+    for argument, leaf in entry.tensors.items():
+        name = {"weight": "router", "bias": "router_bias", "correction_bias": "router_correction"}[argument]
+        put(name, router._parameters if leaf in router._parameters else router._buffers, leaf, sparse.router)
+    for name, leaf in (("gate_up", "gate_up_proj"), ("down", "down_proj")):
+        put(name, experts._parameters, leaf, sparse.experts)
+        if experts.has_bias:
+            put(f"{name}_bias", experts._parameters, f"{leaf}_bias", sparse.experts)
+    if "act_fn" in experts._modules:
+        activation(f"{sparse.experts}.act_fn")
+    found = MoeSpec(entry.read(router), *gate, experts.is_transposed, not experts.is_concatenated)
+    linears = {f"shared_{n}": f"{sparse.shared}.{n}_proj" for n in ("gate", "up", "down")} if sparse.shared else {}
+    linears |= {"shared_router": sparse.shared_gate} if sparse.shared_gate else {}
+    for name, path in linears.items():
+        children.append(_child(layer, path, spec.linear_class))
+        put(name, children[-1].module._parameters, "weight", path)
+        slots[f"{name}_bias"] = (children[-1].module._parameters, "bias", None)
+        if children[-1].module._parameters.get("bias") is not None:
+            raise _Unfit(f"{path} has a bias")
+    if sparse.shared:
+        found = replace(found, shared_activation=activation(f"{sparse.shared}.act_fn"))
+    weights = MoeWeights(**{name: slot[2] for name, slot in slots.items() if name in MoeWeights._fields})  # type: ignore[arg-type]
+    try:
+        check_mixture(found, weights, weights.router.new_empty(0, hidden))
+    except ValueError as error:
+        raise _Unfit(str(error)) from None
+    kept = None if torch.compiler.is_compiling() else fixed_mixture(found, weights)
+    return Mixture(found, weights, router, kept), [*slots.values()]
 
 
 def _slots(modules: Mapping[str, nn.Module]) -> dict[str, tuple[dict[str, Any], str, Tensor | None]]:
@@ -313,7 +417,7 @@ def _sizes(w: BlockWeights, head_dim: int, options: Mapping[str, Any], spec: Lay
     def shape(t: Tensor) -> tuple[int, ...]:
         return tuple(t.shape[::-1] if transposed and t.dim() == 2 else t.shape)
 
-    (hidden, q_width), (_, ffn) = shape(w.o), shape(w.down)
+    (hidden, q_width), ffn = shape(w.o), 0 if w.down is None else shape(w.down)[1]
     rows = shape(w.q)[0]
     heads = q_width // head_dim
     split = options["qkv_layout"] == "split"
@@ -328,7 +432,10 @@ def _sizes(w: BlockWeights, head_dim: int, options: Mapping[str, Any], spec: Lay
         if tensor is None:
             continue
         base = name.removesuffix("_bias")
-        if name in ("q_norm", "k_norm"):
+        allowed: tuple[tuple[int, ...], ...]
+        if name == "sinks":
+            allowed = ((heads,),)
+        elif name in ("q_norm", "k_norm"):
             n, width = (heads, q_width) if name == "q_norm" else (kv_heads, kv_width)
             allowed = {"head": ((head_dim,), (n, head_dim)), "full": ((width,),)}[options["qk_norm"]]
         elif base.endswith("_norm"):
@@ -362,4 +469,5 @@ def is_current(binding: Binding, layer: nn.Module) -> bool:
             return False
     block, weights = binding.spec, binding.weights
     rows = weights.o.shape[0 if block.transposed else 1]
-    return activation_of(binding.activation) == block.activation and rows == block.heads * block.head_dim
+    named = all(activation_of(function) == name for function, name in binding.activations)
+    return named and rows == block.heads * block.head_dim

@@ -41,6 +41,8 @@ def _of_kind(name: str, value: Any, kind: type, expected: str) -> None:
 
 def _unknown(model_type: Any) -> ValueError:
     waits = table.waiting_family(model_type) if isinstance(model_type, str) else ""
+    if any(spec.family == model_type for spec in table.SPECS.values()):
+        waits = "whose layers with experts are fused in a model, by fuse: FusedBlock has none"
     return ValueError(f"BlockConfig: model_type={model_type!r}, {waits or 'expected one of ' + ', '.join(table.FAMILIES)}")
 
 

@@ -26,6 +26,8 @@ _CLAMPED = {
     f"{_MODELS}.minimax_m3_vl.modeling_minimax_m3_vl.MiniMaxM3VLExperts._apply_gate": ("swiglu_alpha", "swiglu_limit"),
     f"{_MODELS}.openai_privacy_filter.modeling_openai_privacy_filter.OpenAIPrivacyFilterExperts._apply_gate": ("alpha", "limit"),
 }
+# Values of config._experts_implementation under which the experts compute what they say: transformers' own, and ours.
+COMPUTING = (None, "eager", "batched_mm", "grouped_mm", "deepgemm", "sonicmoe", NAME)
 # What an experts module holds; weights that are adapted or unpacked on reading are still read by their names.
 _CHILDREN = frozenset({"act_fn", "parametrizations"})
 
@@ -70,27 +72,35 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
 
 def _gate(module: Any) -> tuple[str, float, float]:
     """(activation of ops.moe_experts, alpha, limit) of an experts module. Raises ValueError for another computation."""
+    gate = read_gate(module)
+    if isinstance(gate, str):
+        raise _refused(module, gate)
+    return gate
+
+
+def read_gate(module: Any) -> tuple[str, float, float] | str:
+    """(activation of ops.moe_experts, alpha, limit) of an experts module, or why its computation is another."""
     from ..ops import CLAMPED
     from .binding import activation_of, refusal
 
     if not module.has_gate:
-        raise _refused(module, "its experts have no gate")
+        return "its experts have no gate"
     more = sorted(name for name in module._modules if name not in _CHILDREN)
     if more:
-        raise _refused(module, f"its experts have {', '.join(more)} too")
+        return f"its experts have {', '.join(more)} too"
     if "_apply_gate" in module.__dict__:
-        raise _refused(module, "it has an instance _apply_gate")
+        return "it has an instance _apply_gate"
     gate = _gate_of(type(module))
     if gate == _DEFAULT:
         activation = activation_of(module.act_fn)
         if activation is None:
             name = getattr(module.act_fn, "__name__", type(module.act_fn).__name__)
-            raise _refused(module, f"activation {name} has no kernel")
+            return f"activation {name} has no kernel"
         if isinstance(module.act_fn, torch.nn.Module) and (why := refusal("act_fn", module.act_fn)):
-            raise _refused(module, why)
+            return why
         return activation, 0.0, 0.0
     if gate not in _CLAMPED:
-        raise _refused(module, f"its gate, {gate}, has no kernel")
+        return f"its gate, {gate}, has no kernel"
     alpha, limit = (float(getattr(module, attribute)) for attribute in _CLAMPED[gate])
     return CLAMPED, alpha, limit
 

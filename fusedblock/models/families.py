@@ -27,10 +27,14 @@ def _row(spec: LayerSpec) -> tuple[str, ...]:
     rope = ("partial " if spec.partial and spec.rope else "") + rope + (" in some layers" if "rope" in optional else "")
     kind = {"": "", "head": ", QK-norm by head", "full": ", QK-norm over all heads"}[spec.qk_norm]
     kind = kind or (", optional QK-norm" if "qk_norm" in optional else "")
-    kind += ", windows" * bool(spec.window) + ", softcap" * bool(spec.softcap)
+    kind += ", windows" * bool(spec.window) + ", softcap" * bool(spec.softcap) + ", sinks" * bool(spec.sinks)
     layout = {"split": "", "stacked": ", one QKV weight", "per_head": ", one QKV weight by head"}[spec.qkv_layout]
     conv1d = ", Conv1D weights" if spec.linear_class.endswith("Conv1D") else ""
     mlp = {"gated": "gated", "gated_stacked": "gated, one gate-up weight", "plain": "two layers"}[spec.mlp]
+    if spec.sparse:
+        shared = ", gated shared expert" if spec.sparse.shared_gate else ", shared expert"
+        mlp = "experts" + (shared if spec.sparse.shared else "")
+        mlp += ", dense in some layers" if spec.sparse.block in spec.classes else ""
     return spec.family, spec.layer_class, f"{norm} {where}{parallel}{scaled}", rope + kind + layout + conv1d, mlp
 
 

@@ -65,7 +65,7 @@ class FusedLayer(nn.Module):
         return blocks.forward(
             call.spec, call.weights, hidden_states, call.cos, call.sin, mask=call.mask, causal=call.causal,
             windowed=call.windowed, cu_seqlens=call.cu_seqlens, update=call.update, compute_dtype=call.compute_dtype,
-            own=call.own, kept=call.kept, slots=call.slots,
+            own=call.own, kept=call.kept, slots=call.slots, mlp=call.mlp,
         )  # fmt: skip
 
     def _fusedblock_call(self, hidden_states: Tensor, arguments: dict[str, Any]) -> adapter.Call | str:
@@ -213,7 +213,9 @@ def fuse(model: nn.Module, *, strict: bool = False, layers: Iterable[int] | None
     Parameters, state-dict keys, hooks, isinstance and class names stay as they are, so that training, saving, PEFT, FSDP2 and
     generate go on as before. A call that the kernels cannot take runs the original forward, and the report counts it. The
     arithmetic is that of transformers' layer, but rows that may attend to nothing (padding) give 0. Of rotary tables whose
-    halves are equal in every rotary module of transformers' family, the first half is read.
+    halves are equal in every rotary module of transformers' family, the first half is read. A layer with experts runs ours
+    whatever the model's experts_implementation, and tells transformers' hooks what its router says: router_logits and auxiliary
+    losses are there.
 
     Args:
         model: any module that contains layers of a supported family (`fusedblock families`), or one such layer.

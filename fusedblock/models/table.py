@@ -17,6 +17,28 @@ _CONV1D = "transformers.pytorch_utils.Conv1D"
 
 
 @dataclass(frozen=True)
+class Sparse:
+    """Where a layer keeps a mixture of experts, and of what class its parts are; its router is the family's in `routers`.
+
+    classes: path -> class, the block first, then what it has beside the router and linear layers. experts, shared, shared_gate:
+    paths, the last two "" where there is none; a shared expert has gate_proj, up_proj, down_proj and act_fn. noises: numbers that
+    must be zero in training.
+    """
+
+    classes: Mapping[str, str]
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    shared: str = ""
+    shared_gate: str = ""
+    noises: tuple[str, ...] = ()
+
+    @property
+    def block(self) -> str:
+        """Path of the module that a layer without experts has a dense MLP in the place of."""
+        return next(iter(self.classes))
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """Paths and numerics of one layer class. The options are those of fusedblock.blocks.BlockSpec.
 
@@ -29,7 +51,8 @@ class LayerSpec:
     scaling: the attention's softmax scale, "" for head_dim**-0.5. window: path of how many tokens a token sees to one side,
     itself among them; softcap: of the bound of the logits. first_lacks: norms that the first layer has torch.nn.Identity for.
     switches: what live attributes decide: path -> (field of BlockSpec, {value: field's value}). refused: path of an attribute ->
-    why no kernel exists if it is true. partial: the tables may be narrower than a head.
+    why no kernel exists if it is true. partial: the tables may be narrower than a head. sinks: path of the parameter. sparse: the
+    mixture of a layer whose MLP is not of the class in `classes`, which names none where every layer has experts.
 
     The rest is for FusedBlock, which builds the layer without transformers. words: words of its config.json beside those that
     `config_words` derives, and the values transformers gives them where they are absent. aliases: other names of words. biases:
@@ -86,6 +109,8 @@ class LayerSpec:
     tables: str = "halves"
     partial: bool = False
     mlp: str = "gated"
+    sinks: str = ""
+    sparse: Sparse | None = None
     words: Mapping[str, Any] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     biases: Mapping[str, str | bool] = field(default_factory=lambda: {**_ATTENTION_BIAS})
@@ -147,6 +172,14 @@ def _decoder(family: str, name: str, **options: object) -> LayerSpec:
     names = {"layer_class": f"{name}DecoderLayer", "norm_class": f"{name}RMSNorm", "classes": classes}
     given = {**names, "words": _GROUPS, **options}
     return LayerSpec(family, **given)  # type: ignore[arg-type]
+
+
+def _mixture(family: str, name: str, block: str, dense: bool = False, shared: str = "", **options: Any) -> LayerSpec:
+    """A decoder layer whose MLP is a mixture, the class `name` + `block`; dense: in some layers it is not."""
+    classes = {"self_attn": f"{name}Attention", **({"mlp": f"{name}MLP"} if dense else {})}
+    own = {name: options.pop(name) for name in ("router", "shared_gate", "noises") if name in options}
+    parts = {"mlp": name + block, "mlp.experts": f"{name}Experts", **({shared: f"{name}MLP"} if shared else {})}
+    return _decoder(family, name, classes=classes, sparse=Sparse(parts, shared=shared, **own), **options)
 
 
 _GROUPS = {"num_key_value_heads": None, "head_dim": None}
@@ -314,20 +347,32 @@ _ENTRIES = (
                  "local_rope_theta": "rope_local_base_freq"},
         **_LAYER_NORM,
     ),
+    _mixture("mixtral", "Mixtral", "SparseMoeBlock", window=_MODEL_WINDOW, noises=("mlp.jitter_noise",)),
+    _mixture(
+        "qwen2_moe", "Qwen2Moe", "SparseMoeBlock", dense=True, shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate",
+        window=_OWN_WINDOW,
+    ),
+    _mixture("qwen3_moe", "Qwen3Moe", "SparseMoeBlock", dense=True, window=_OWN_WINDOW, qk_norm="head"),
+    _mixture(
+        "olmoe", "Olmoe", "SparseMoeBlock", window=_MODEL_WINDOW, qk_norm="full",
+        refused={"self_attn.config.clip_qkv": "clip_qkv has no kernel"},
+    ),
+    _mixture(
+        "gpt_oss", "GptOss", "MLP", router="mlp.router", window=_OWN_WINDOW, round_early=False, tables="short",
+        sinks="self_attn.sinks",
+    ),
+    _mixture(
+        "glm4_moe", "Glm4Moe", "MoE", dense=True, shared="mlp.shared_experts", partial=True,
+        switches={"self_attn.use_qk_norm": ("qk_norm", {True: "head", False: ""})},
+    ),
 )  # fmt: skip
 # Names of parameters in checkpoints that were once TensorFlow's, of any family.
 OLD_PARAMETERS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 SPECS = {spec.layer_class: spec for spec in _ENTRIES}
-FAMILIES = {spec.family: spec for spec in _ENTRIES}
+FAMILIES = {spec.family: spec for spec in _ENTRIES if not spec.sparse}  # what FusedBlock builds
 
 # Layers of transformers that wait for something: class -> for what.
 WAITING = {
-    "GptOssDecoderLayer": "layers with experts (MoE) are not fused yet",
-    "MixtralDecoderLayer": "layers with experts (MoE) are not fused yet",
-    "Qwen2MoeDecoderLayer": "layers with experts (MoE) are not fused yet",
-    "Qwen3MoeDecoderLayer": "layers with experts (MoE) are not fused yet",
-    "OlmoeDecoderLayer": "layers with experts (MoE) are not fused yet",
-    "Glm4MoeDecoderLayer": "layers with experts (MoE) are not fused yet",
     "DeepseekV2DecoderLayer": "multi-head latent attention has no kernel yet",
     "DeepseekV3DecoderLayer": "multi-head latent attention has no kernel yet",
 }
@@ -352,4 +397,5 @@ def waiting_family(model_type: str) -> str:
 
 def supported() -> str:
     """What can be fused, for messages that name what cannot."""
-    return f"supported are the families {', '.join(sorted(FAMILIES))} (`fusedblock families` lists their layers)"
+    families = ", ".join(sorted(spec.family for spec in SPECS.values()))
+    return f"supported are the families {families} (`fusedblock families` lists their layers)"
