@@ -208,6 +208,28 @@ sys.meta_path.insert(0, Absent())
 OPTIONAL = {"triton", "transformers", "accelerate", "typer", "rich", "matplotlib", "gguf", "peft", "pytest"}
 
 
+def handed_on(source: str) -> list[str]:
+    """Names that a tile of a flattened loop hands to the next: assigned in its body, and before it or as parameters."""
+    found = []
+    for function in (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)):
+        names = lambda node: {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        for loop in (n for n in ast.walk(function) if isinstance(n, ast.For) and isinstance(n.iter, ast.Call)):
+            if any(word.arg == "flatten" for word in loop.iter.keywords):
+                inside = set().union(*map(names, loop.body))
+                earlier = [n for n in ast.walk(function) if isinstance(n, ast.stmt) and (n.end_lineno or 0) < loop.lineno]
+                before = {a.arg for a in function.args.args}.union(*map(names, earlier))
+                found += [f"{function.name}: {name}" for name in sorted(inside & before)]
+    return found
+
+
+def test_tiles_of_flattened_loops_hand_nothing_on() -> None:
+    """Triton 3.6 moves on after every step of the inner loop what one turn of a flattened loop hands to the next: wrong on a GPU
+    alone, the interpreter knows no flattening."""
+    assert {p.name: handed_on(p.read_text()) for p in (ROOT / "kernels").glob("*.py") if handed_on(p.read_text())} == {}
+    planted = "def f(e, n):\n    a = 0\n    for t in tl.range(0, n, flatten=True):\n        b = e + a\n        e, a = b, b\n"
+    assert handed_on(planted) == ["f: a", "f: e"]
+
+
 def test_import_needs_only_the_dependencies() -> None:
     """macOS and Windows have no triton; transformers and the command line's libraries are extras."""
     code = BLOCK.format(names=OPTIONAL) + "import fusedblock; print(sorted({n.split('.')[0] for n in sys.modules} & %r))"
