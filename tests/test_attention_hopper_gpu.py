@@ -15,7 +15,8 @@ from test_attention_gpu import BF16, SIZE, cases, on_gpu
 from test_attention_variants import IMPOSSIBLE, head_major, impossible, last_major, sliced
 
 import fusedblock
-from fusedblock.kernels import _hopper_check, _hopper_schedule
+from fusedblock import BlockConfig, FusedBlock
+from fusedblock.kernels import _hopper_check, _hopper_schedule, _replay
 from fusedblock.kernels._attention_skeleton import forced, skeleton
 from fusedblock.kernels._target import TARGETS
 
@@ -215,3 +216,15 @@ def test_both_skeletons_agree_on_a_long_context(where: str):
     for one in found[1:]:
         for a, b in zip(one, found[0]):
             assert relative(a, b.double()) < 1e-2
+
+
+def test_a_layer_is_replayed_from_the_first_layout_of_a_process_on(monkeypatch: pytest.MonkeyPatch):
+    """The self-test then runs inside of the call that is recorded."""
+    monkeypatch.setattr(_hopper_check, "_passed", set())
+    monkeypatch.setattr(_replay, "_programs", {})
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1}
+    block = FusedBlock(BlockConfig(model_type="llama", **sizes), device=CUDA, dtype=BF16).eval()
+    x = torch.randn(1, 600, 128, device=CUDA, dtype=BF16)
+    with torch.no_grad():
+        assert torch.equal(block(x), block(x))
+    assert _hopper_check._passed and _replay._programs and None not in _replay._programs.values()
