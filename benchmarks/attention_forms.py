@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fusedblock
-from fusedblock.kernels import attention, attention_backward, attention_hopper, attention_hopper_backward
+from fusedblock.kernels import attention, attention_backward, attention_hopper_backward
 from fusedblock.kernels._attention_skeleton import forced
 
 from .attention_problem import BLOCK, Inputs, Problem
@@ -246,13 +246,11 @@ BIAS_TILES = dict([
     *(_tiles(attention_backward, tuple(attention_backward.Config(*config) for config in pair), "backward")
       for pair in (*((kv, _Q[0]) for kv in _KV), *((_KV[0], q) for q in _Q[1:]))),
 ])  # fmt: skip
-_AHEAD, _PARTS = (attention_hopper, "AHEAD"), (attention_hopper_backward, "PARTS")
+_PARTS = (attention_hopper_backward, "PARTS")
 WAYS = {
     "fusedblock, portable": Way("portable"),
     "fusedblock, Hopper": Way("hopper"),
     "fusedblock, short": Way("short", direction="forward"),
-    "fusedblock, first product ahead": Way("hopper", {_AHEAD: True}, "forward"),
-    "fusedblock, first product in its tile": Way("hopper", {_AHEAD: False}, "forward"),
     "fusedblock, dP in two products": Way("hopper", {_PARTS: {64: 32, 128: 64}}, "backward"),
     "fusedblock, dP in one product": Way("hopper", {_PARTS: {}}, "backward"),
     **BIAS_TILES,

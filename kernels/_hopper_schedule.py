@@ -286,17 +286,6 @@ def entry_of(table, i, programs, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def any_after(following, table, i, rounds, programs, PACKED: gl.constexpr):
-    """Whether a tile comes after round i, where `following` is the next round's entry: those of a plan may have gaps."""
-    if PACKED:
-        j = i + 1
-        while (following < 0) & (j < rounds):
-            j += 1
-            following = field(table, j, programs, 0)
-    return following >= 0
-
-
-@gluon.jit
 def tile_of(
     entry, table, i, programs, row_tiles, heads, seq, context, low, high, lists, list_b, list_h,
     BN: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr, EMPTY: gl.constexpr,

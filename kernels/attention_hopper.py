@@ -60,7 +60,6 @@ from ._gluon import (
 from ._hopper_schedule import (
     BLOCK_M,
     Bounds,
-    any_after,
     block_at,
     corner_of,
     entry_of,
@@ -81,29 +80,20 @@ from ._target import Target, target_of
 ROWS = 64  # of a consumer: two of them share a tile of BLOCK_M
 
 
-# With head_dim 64 and 128. Not measured yet: the first Q K^T of a tile then runs under the end of the tile before.
-AHEAD = False
-
-
 @dataclass(frozen=True)
 class Config:
     block_n: int
-    q_stages: int
     k_stages: int  # 3 at most: each stage has a named barrier
     v_stages: int
-    ahead: bool  # the first Q K^T of the next tile is issued with the last P V of this one
     pingpong: bool
 
 
-def configure(head_dim: int, bounded: bool, mapped: bool = False) -> Config:
+def configure(head_dim: int, bounded: bool) -> Config:
     # H200, 2026-11-29: a third stage, three consumers and other orders of waiting gain nothing at head_dim 64 and 128. Not
-    # measured: what 192 and 256 have, where no more fits beside the rings than one tile of q and half of out; and AHEAD.
+    # measured: what 192 and 256 have, where no more fits beside the rings than one tile of q and half of out.
     if head_dim == 256:
-        return Config(64, 1, 2, 2, False, True)
-    if head_dim == 192:
-        return Config(128, 1, 2, 2, False, bounded)
-    ahead = AHEAD and not mapped  # with a block map no tile of a program follows another
-    return Config(128, 1 + ahead, 2, 2, ahead, bounded or head_dim == 64)
+        return Config(64, 2, 2, True)
+    return Config(128, 2, 2, bounded or head_dim == 64)
 
 
 # ---- the kernel --------------------------------------------------------------------------------------------------------------
@@ -135,9 +125,7 @@ def _producer(
 ):  # fmt: skip
     K_STAGES: gl.constexpr = k_s.type.shape[0]
     V_STAGES: gl.constexpr = v_s.type.shape[0]
-    Q_STAGES: gl.constexpr = q_s.type.shape[0] // 2
     programs = gl.num_programs(0)
-    q_stage = 0
     q_phase = 0
     loaded = 0
     k_stage = 0
@@ -154,11 +142,11 @@ def _producer(
             if PACKED:
                 keys = gl.maximum(keys, 0)
             for c in gl.static_range(2):
-                mbarrier.wait(q_empty.index(q_stage * 2 + c), q_phase ^ 1)
+                mbarrier.wait(q_empty.index(c), q_phase ^ 1)
                 at = corner_of(b, q_start, queries, row + c * 64, h, 0, PACKED)
                 at2 = corner_of(b, q_start, queries, row + c * 64, h, 128, PACKED)
-                _load(q, q2, at, at2, q_s, q2_s, q_full, q_stage * 2 + c)
-            q_stage, q_phase = next_stage(q_stage, q_phase, Q_STAGES)
+                _load(q, q2, at, at2, q_s, q2_s, q_full, c)
+            q_phase ^= 1
             for j in range(blocks):
                 n = block_at(begin, blocks, j, lists is not None)
                 at = corner_of(b, k_start, keys, n * BN, h // group, 0, PACKED)
@@ -185,16 +173,16 @@ def _keys(memory, stage):
 
 
 @gluon.jit
-def _rows(memory, place):
-    return memory.index(place).reshape([64, memory.type.shape[-1]])
+def _rows(memory, CID: gl.constexpr):
+    return memory.index(CID).reshape([64, memory.type.shape[-1]])
 
 
 @gluon.jit
-def _scores(q_s, q2_s, place, k_s, k2_s, stage, zero):
-    """Issue Q K^T of the queries at a place and a stage of keys."""
-    flying = warpgroup_mma(_rows(q_s, place), _keys(k_s, stage), zero, use_acc=False, is_async=True)
+def _scores(CID: gl.constexpr, q_s, q2_s, k_s, k2_s, stage, zero):
+    """Issue Q K^T of a consumer's queries and a stage of keys."""
+    flying = warpgroup_mma(_rows(q_s, CID), _keys(k_s, stage), zero, use_acc=False, is_async=True)
     if q2_s is not None:
-        flying = warpgroup_mma(_rows(q2_s, place), _keys(k2_s, stage), flying, is_async=True)
+        flying = warpgroup_mma(_rows(q2_s, CID), _keys(k2_s, stage), flying, is_async=True)
     return flying
 
 
@@ -211,30 +199,14 @@ def _pass_turn(CID: gl.constexpr, PINGPONG: gl.constexpr):
 
 
 @gluon.jit
-def _first(
-    CID: gl.constexpr, PINGPONG: gl.constexpr, q_s, q2_s, q_full, q_stage, q_phase, k_s, k2_s, k_full, k_stage, k_phase, zero,
-):  # fmt: skip
-    """Q K^T of a tile's first block."""
-    mbarrier.wait(q_full.index(q_stage * 2 + CID), q_phase)
-    mbarrier.wait(k_full.index(k_stage), k_phase)
-    _take_turn(CID, PINGPONG)
-    flying = _scores(q_s, q2_s, q_stage * 2 + CID, k_s, k2_s, k_stage, zero)
-    _pass_turn(CID, PINGPONG)
-    s = warpgroup_mma_wait(0, deps=(flying,))
-    bar_arrive(10 + k_stage, 288)
-    return s
-
-
-@gluon.jit
 def _consumer(
     CID: gl.constexpr, out, lse, table, sinks, q_s, q2_s, k_s, k2_s, v_s, out_s, q_full, q_empty, k_full, v_full, rounds,
     row_tiles, seq, context, heads, low, high, lists, list_b, list_h, scale, cap, D: gl.constexpr, BN: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, EDGES: gl.constexpr, AHEAD: gl.constexpr, PINGPONG: gl.constexpr,
-    PACKED: gl.constexpr, EMPTY: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, EDGES: gl.constexpr, PINGPONG: gl.constexpr, PACKED: gl.constexpr,
+    EMPTY: gl.constexpr,
 ):  # fmt: skip
     """scale: of base-2 logits. EDGES: blocks from the right that need a mask, with LEFT besides those that reach past `low`.
     RIGHT: 0 without a bound, 1 with one inside the context, 2 where it may lie outside. EMPTY: rows may see no key."""
-    Q_STAGES: gl.constexpr = q_s.type.shape[0] // 2
     K_STAGES: gl.constexpr = k_s.type.shape[0]
     V_STAGES: gl.constexpr = v_s.type.shape[0]
     dtype: gl.constexpr = q_s.dtype
@@ -245,7 +217,6 @@ def _consumer(
     acc_rows: gl.constexpr = gl.SliceLayout(1, acc_layout)
     programs = gl.num_programs(0)
     zero = gl.zeros([64, BN], gl.float32, s_layout)
-    q_stage = 0
     q_phase = 0
     k_stage = 0
     k_phase = 0
@@ -254,8 +225,6 @@ def _consumer(
     if CID == 1:
         _pass_turn(CID, PINGPONG)  # consumer 0 goes first
     entry = entry_of(table, 0, programs, PACKED)
-    s = zero
-    more = False  # whether s is Q K^T of the tile to come
     for i in range(rounds):
         following = entry_of(table, i + 1, programs, PACKED)
         if entry >= 0:
@@ -270,9 +239,16 @@ def _consumer(
             elif LEFT:
                 inner = gl.minimum(gl.cdiv(gl.maximum(row + 127 + least, 0), BN) - begin, blocks)
             row += CID * 64
-            if not more:
-                s = _first(CID, PINGPONG, q_s, q2_s, q_full, q_stage, q_phase, k_s, k2_s, k_full, k_stage, k_phase, zero)
-                k_stage, k_phase = next_stage(k_stage, k_phase, K_STAGES)
+            # Issuing this product with the last P V of the tile before, under its end, is slower. H200, 2026-11-30, D=128 causal:
+            # 4.5 % at S2048, 6 % at S8192, 7 % at S16384, 4 % at S8192 without causal; 1 % faster at S512.
+            mbarrier.wait(q_full.index(CID), q_phase)
+            mbarrier.wait(k_full.index(k_stage), k_phase)
+            _take_turn(CID, PINGPONG)
+            flying = _scores(CID, q_s, q2_s, k_s, k2_s, k_stage, zero)
+            _pass_turn(CID, PINGPONG)
+            s = warpgroup_mma_wait(0, deps=(flying,))
+            bar_arrive(10 + k_stage, 288)
+            k_stage, k_phase = next_stage(k_stage, k_phase, K_STAGES)
             if cap is not None:
                 s = tanh(s * cap)
             if EDGES > 0 or LEFT:
@@ -297,7 +273,7 @@ def _consumer(
                     for j in range(done, end):
                         mbarrier.wait(k_full.index(k_stage), k_phase)
                         _take_turn(CID, PINGPONG)
-                        flying = _scores(q_s, q2_s, q_stage * 2 + CID, k_s, k2_s, k_stage, zero)
+                        flying = _scores(CID, q_s, q2_s, k_s, k2_s, k_stage, zero)
                         mbarrier.wait(v_full.index(v_stage), v_phase)
                         flying_acc = warpgroup_mma(pt, v_s.index(v_stage).reshape([BN, D]), acc, is_async=True)
                         _pass_turn(CID, PINGPONG)
@@ -320,23 +296,10 @@ def _consumer(
                         acc = acc * gl.convert_layout(shrink, acc_rows)[:, None]
                         pt = gl.convert_layout(p.to(dtype), p_layout)
                     done = end
-            mbarrier.arrive(q_empty.index(q_stage * 2 + CID), count=1)
-            last = q_stage
-            q_stage, q_phase = next_stage(q_stage, q_phase, Q_STAGES)
+            mbarrier.arrive(q_empty.index(CID), count=1)  # the next tile's q may come
+            q_phase ^= 1
             mbarrier.wait(v_full.index(v_stage), v_phase)
-            if AHEAD:
-                _take_turn(CID, PINGPONG)
             flying_acc = warpgroup_mma(pt, v_s.index(v_stage).reshape([BN, D]), acc, is_async=True)
-            YOUNGER: gl.constexpr = 0 if not AHEAD else 1 if q2_s is None else 2
-            if AHEAD:
-                # Where none follows this multiplies what is there once more, and its result goes nowhere.
-                more = any_after(following, table, i, rounds, programs, PACKED)
-                place = gl.where(more, q_stage, last) * 2 + CID
-                stage = gl.where(more, k_stage, gl.where(k_stage == 0, K_STAGES - 1, k_stage - 1))
-                mbarrier.wait(q_full.index(place), q_phase, pred=more)
-                mbarrier.wait(k_full.index(stage), k_phase, pred=more)
-                flying = _scores(q_s, q2_s, place, k_s, k2_s, stage, zero)
-                _pass_turn(CID, PINGPONG)
             total = gl.convert_layout(gl.sum(l, 1), s_rows)
             inverse = 1.0 / total
             if sinks is not None:
@@ -357,7 +320,7 @@ def _consumer(
                 keys = field(table, i, programs, 5)
                 inverse = gl.where(keys < 0, float("nan"), inverse)
                 logs = gl.where(keys < 0, float("nan"), logs)
-            acc = warpgroup_mma_wait(YOUNGER, deps=(flying_acc,))
+            acc = warpgroup_mma_wait(0, deps=(flying_acc,))
             bar_arrive(13 + v_stage, 288)
             v_stage, v_phase = next_stage(v_stage, v_phase, V_STAGES)
             acc = acc * gl.convert_layout(inverse, acc_rows)[:, None]
@@ -371,11 +334,6 @@ def _consumer(
                 out_s.index(CID).reshape([64, WIDTH]).store(pieces[part].to(dtype))
                 fence_async_shared()
                 tma_store(out, corner_of(b, q_start, queries, row, h, part * WIDTH, PACKED), out_s.index(CID))
-            if AHEAD:
-                s = warpgroup_mma_wait(0, deps=(flying,))
-                if more:
-                    bar_arrive(10 + k_stage, 288)
-                    k_stage, k_phase = next_stage(k_stage, k_phase, K_STAGES)
         entry = following
     tma_store_wait(0)
 
@@ -383,35 +341,35 @@ def _consumer(
 @gluon.jit(do_not_specialize=["rounds", "row_tiles", "seq", "context", "heads", "group", "low", "high", "list_b", "list_h"])
 def _forward_kernel(
     q, q2, k, k2, v, out, lse, table, sinks, scale, cap, rounds, row_tiles, seq, context, heads, group, low, high,
-    lists, list_b, list_h, D: gl.constexpr, BN: gl.constexpr, Q_STAGES: gl.constexpr, K_STAGES: gl.constexpr,
-    V_STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, EDGES: gl.constexpr, AHEAD: gl.constexpr,
-    PINGPONG: gl.constexpr, PACKED: gl.constexpr, EMPTY: gl.constexpr,
+    lists, list_b, list_h, D: gl.constexpr, BN: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, EDGES: gl.constexpr, PINGPONG: gl.constexpr, PACKED: gl.constexpr,
+    EMPTY: gl.constexpr,
 ):  # fmt: skip
     """scale and cap: scale * log2(e) and None, or softcap * log2(e) and scale / softcap. With PACKED low and high count from
     where a query stands, lse lies seq apart for heads and `heads` apart for tokens that begin a sequence. q2, k2: columns from
     128 on of wider q and k, else None. D: of v."""
-    q_s = gl.allocate_shared_memory(q.dtype, [2 * Q_STAGES] + q.block_shape, q.layout)
+    q_s = gl.allocate_shared_memory(q.dtype, [2] + q.block_shape, q.layout)
     k_s = gl.allocate_shared_memory(k.dtype, [K_STAGES] + k.block_shape, k.layout)
     v_s = gl.allocate_shared_memory(v.dtype, [V_STAGES] + v.block_shape, v.layout)
     if q2 is None:
         q2_s: gl.constexpr = None
         k2_s: gl.constexpr = None
     else:
-        q2_s = gl.allocate_shared_memory(q.dtype, [2 * Q_STAGES] + q2.block_shape, q2.layout)
+        q2_s = gl.allocate_shared_memory(q.dtype, [2] + q2.block_shape, q2.layout)
         k2_s = gl.allocate_shared_memory(k.dtype, [K_STAGES] + k2.block_shape, k2.layout)
     out_s = gl.allocate_shared_memory(out.dtype, [2] + out.block_shape, out.layout)
-    q_full = allocate_barriers(2 * Q_STAGES, 1)
-    q_empty = allocate_barriers(2 * Q_STAGES, 1)
+    q_full = allocate_barriers(2, 1)
+    q_empty = allocate_barriers(2, 1)
     k_full = allocate_barriers(K_STAGES, 1)
     v_full = allocate_barriers(V_STAGES, 1)
     gl.warp_specialize(
         [
             (_consumer, (0, out, lse, table, sinks, q_s, q2_s, k_s, k2_s, v_s, out_s, q_full, q_empty, k_full, v_full, rounds,
                          row_tiles, seq, context, heads, low, high, lists, list_b, list_h, scale, cap, D, BN, LEFT, RIGHT, EDGES,
-                         AHEAD, PINGPONG, PACKED, EMPTY)),
+                         PINGPONG, PACKED, EMPTY)),
             (_consumer, (1, out, lse, table, sinks, q_s, q2_s, k_s, k2_s, v_s, out_s, q_full, q_empty, k_full, v_full, rounds,
                          row_tiles, seq, context, heads, low, high, lists, list_b, list_h, scale, cap, D, BN, LEFT, RIGHT, EDGES,
-                         AHEAD, PINGPONG, PACKED, EMPTY)),
+                         PINGPONG, PACKED, EMPTY)),
             (_producer, (q, q2, k, k2, v, table, q_s, q2_s, k_s, k2_s, v_s, q_full, q_empty, k_full, v_full, rounds, row_tiles,
                          seq, context, heads, group, low, high, lists, list_b, list_h, BN, LEFT, RIGHT, PACKED, EMPTY)),
         ],
@@ -448,7 +406,7 @@ def launch(
     group = heads // kv_heads
     target = target_of(q.device)
     mapped = block_map is not None  # then a tile may see nothing at all
-    config = configure(head_dim, right >= 0, mapped)
+    config = configure(head_dim, right >= 0)
     bn = config.block_n
     packed = cu_seqlens_q is not None or seqused_k is not None
     sizes = {"batch": batch, "seq": seq, "heads": heads, "k_len": context, "kv_heads": kv_heads, "head_dim": head_dim,
@@ -490,8 +448,8 @@ def launch(
             _forward_kernel, (table.shape[1],),
             (*blocks, lse, table, sinks, (softcap or scale) * LOG2E, scale / softcap if softcap else None, table.shape[0] - 1,
              row_tiles, seq, context, lse_step if packed else heads, group, offset - left, offset + right, *walks),
-            {"D": v_dim, "BN": bn, "Q_STAGES": config.q_stages, "K_STAGES": config.k_stages, "V_STAGES": config.v_stages,
-             "LEFT": left >= 0, "RIGHT": min(right + 1, 2), "EDGES": edges, "AHEAD": config.ahead, "PINGPONG": config.pingpong,
-             "PACKED": packed, "EMPTY": packed or mapped or (right >= 0 and context < seq), "num_warps": 4, "maxnreg": 168},
+            {"D": v_dim, "BN": bn, "K_STAGES": config.k_stages, "V_STAGES": config.v_stages, "LEFT": left >= 0,
+             "RIGHT": min(right + 1, 2), "EDGES": edges, "PINGPONG": config.pingpong, "PACKED": packed,
+             "EMPTY": packed or mapped or (right >= 0 and context < seq), "num_warps": 4, "maxnreg": 168},
         )  # fmt: skip
     return out, lse

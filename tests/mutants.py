@@ -18,20 +18,15 @@ from fusedblock.interpret import ProtocolError
 SYNCHRONISES = ("mbarrier.", "bar_sync", "bar_arrive", "fence_async_shared", "tma_store_wait", "_take_turn", "_pass_turn")
 
 
-def statements(module: ModuleType, off: str = "") -> list[tuple[str, int]]:
-    """("function: statement", line) of everything in a kernel's module that synchronises and has no result, but for what stands
-    under `if off:`."""
+def statements(module: ModuleType) -> list[tuple[str, int]]:
+    """("function: statement", line) of everything in a kernel's module that synchronises and has no result."""
     assert module.__file__ is not None
     functions = [f for f in ast.parse(Path(module.__file__).read_text()).body if isinstance(f, ast.FunctionDef)]
-    skipped = {
-        id(inner) for f in functions for node in ast.walk(f)
-        if off and isinstance(node, ast.If) and ast.unparse(node.test) == off for inner in ast.walk(node)
-    }  # fmt: skip
     return [
         (f"{function.name}: {ast.unparse(node)}", node.lineno)
         for function in functions
         for node in ast.walk(function)
-        if isinstance(node, ast.Expr) and ast.unparse(node).startswith(SYNCHRONISES) and id(node) not in skipped
+        if isinstance(node, ast.Expr) and ast.unparse(node).startswith(SYNCHRONISES)
     ]
 
 

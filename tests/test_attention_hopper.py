@@ -164,17 +164,6 @@ def test_values(case: Case):
     check(case, 0)
 
 
-# Of those whose first product can be issued ahead: of one key block and of several, of one tile a program and of several.
-AHEAD = [case for case in QUICK if case.head_dim in (64, 128)], [case for case in CASES if case.head_dim in (64, 128)]
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("case", [*AHEAD[0], *slow(AHEAD[1])], ids=str)
-def test_values_with_the_first_product_ahead(case: Case, seed: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(attention_hopper, "AHEAD", True)
-    check(case, seed)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*QUICK, *CASES], ids=str)
 def test_values_in_another_order(case: Case):
@@ -192,15 +181,11 @@ def test_values_in_more_orders(causal: bool, seed: int):
 FREE = {"_take_turn: bar_sync(8 + CID, 256)", "_producer: bar_sync(10 + c, 288)", "_producer: bar_sync(13 + c, 288)"}
 
 
-@pytest.mark.parametrize("name, line, ahead", [
-    *((*found, True) for found in mutants.statements(attention_hopper)),
-    *((*found, False) for found in mutants.statements(attention_hopper, off="AHEAD")),
-])  # fmt: skip
-def test_a_kernel_without_one_of_its_synchronisations_fails(name: str, line: int, ahead: bool, tmp_path: Path):
+@pytest.mark.parametrize("name, line", mutants.statements(attention_hopper))
+def test_a_kernel_without_one_of_its_synchronisations_fails(name: str, line: int, tmp_path: Path):
     # Of two and of one block of keys a tile.
     cases = [(case, *case.inputs()) for case in (Case(256, 256), Case(128, 128, batch=6))]
     with mutants.without(attention_hopper, line, tmp_path) as mutant, mutants.fails(name not in FREE):
-        mutant.AHEAD = ahead
         for seed in range(2 if name in FREE else 6):  # the first will do for all but a lost turn, which decides only some orders
             for case, q, k, v in cases:
                 with interpret(replace(HOPPER, sms=1), seed=seed):
@@ -323,18 +308,6 @@ def test_machine_code(case: Case, spills: int):
     code = machine_code(kernel)
     if spills == 0:
         assert not re.search(r"\b(LDL|STL)\b", code)
-
-
-@pytest.mark.parametrize("case, spills", [
-    *QUICK_AOT, *(later((case, 16 if case.head_dim == 128 else 0)) for case, _ in AOT_CASES if case.head_dim in (64, 128)),
-], ids=str)  # fmt: skip
-def test_machine_code_with_the_first_product_ahead(case: Case, spills: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(attention_hopper, "AHEAD", True)
-    kernel = compiled.__wrapped__(case)
-    assert aot.problems([kernel], HOPPER, wgmma=True, max_spill_bytes=aot.spills(spills)) == []
-    # The last P V of a tile and the first Q K^T of the next, which this wait leaves in flight: once a consumer, beside the loops.
-    ends = [block for block in re.split(r"^\.L_x_\d+:", machine_code(kernel), flags=re.MULTILINE) if "gsb0, 0x1" in block]
-    assert sum("UTMASTG" in block for block in ends) == 2
 
 
 @pytest.mark.skipif(_lang.VERSION != (3, 6), reason="holds for the ptxas that the measured version had")

@@ -68,10 +68,7 @@ def test_values_in_more_orders(case: Case, seed: int):
 
 
 def test_values_of_forms_that_are_not_chosen(monkeypatch: pytest.MonkeyPatch):
-    """With a map no tile of a program follows another, whose first product could be ahead."""
-    monkeypatch.setattr(attention_hopper, "AHEAD", True)
     monkeypatch.setitem(attention_hopper_backward.PARTS, 128, 64)
-    assert attention_hopper.configure(128, True).ahead and not attention_hopper.configure(128, True, True).ahead
     check(QUICK[1], "hopper")
 
 

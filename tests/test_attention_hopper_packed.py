@@ -90,20 +90,11 @@ def test_values(packed: Packed):
     check(packed, 0)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("packed", [*CASES[:4], *slow(CASES[4:])], ids=str)
-def test_values_with_the_first_product_ahead(packed: Packed, seed: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(attention_hopper, "AHEAD", True)
-    check(packed, seed)
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-def test_values_where_the_table_has_gaps(ahead: bool, monkeypatch: pytest.MonkeyPatch):
+def test_values_where_the_table_has_gaps(monkeypatch: pytest.MonkeyPatch):
     packed = Packed(replace(ONE, heads=3, kv_heads=3), (300, 0, 1, 128), (300, 0, 1, 128))
     q, k, v = packed.inputs()
     tables = []
     order = attention_hopper.order
-    monkeypatch.setattr(attention_hopper, "AHEAD", ahead)
     monkeypatch.setattr(attention_hopper, "order", lambda *args: tables.append(args[5]) or order(*args))
     with interpret(replace(FEW, l2_bytes=1)):  # which holds no two heads: one comes after the other
         out, lse = launch(packed, q, k, v, bounds(list(packed.queries)), bounds(list(packed.keys)))
@@ -245,14 +236,8 @@ AOT_CASES = [
 ]
 
 
-AHEAD_CASES = [*AOT_CASES[:2], (AOT_CASES[5][0], 32)]
-
-
-@pytest.mark.parametrize("case, spills, ahead", [
-    *(later((*found, False)) for found in AOT_CASES), *(later((*found, True)) for found in AHEAD_CASES)
-], ids=str)  # fmt: skip
-def test_machine_code(case: Case, spills: int, ahead: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(attention_hopper, "AHEAD", ahead)
+@pytest.mark.parametrize("case, spills", [*map(later, AOT_CASES)], ids=str)
+def test_machine_code(case: Case, spills: int):
     case = replace(case, heads=32, kv_heads=8)
     cu = torch.empty(17, dtype=torch.int32, device="meta")
     with aot.compile_only(HOPPER) as kernels:

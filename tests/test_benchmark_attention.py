@@ -336,7 +336,7 @@ def test_choices_differ_in_what_they_set() -> None:
 def test_choices_in_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert attention.main(arguments("--choices", "--dry", "--only", "full", "--seconds", "0.02")) == 0
     printed = capsys.readouterr().out
-    assert "first product ahead" in printed and "dP in two products" in printed and "at least" not in printed
+    assert "fusedblock, Hopper" in printed and "dP in two products" in printed and "at least" not in printed
 
 
 def test_ahead_says_what_it_compiles(capsys: pytest.CaptureFixture[str]) -> None:
