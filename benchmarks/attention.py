@@ -96,8 +96,8 @@ def choices(dry: bool) -> list[Group]:
         *(Group("causal", Problem(16384 // seq, seq), ("sdpa, cudnn", *hopper)) for seq in (8192, 2048, 512, 16384)),
         Group("full", Problem(2, 8192, causal=False), ("sdpa, cudnn", *hopper)),
         Group("causal", Problem(4, 4096, head_dim=64), ("sdpa, cudnn", *hopper)),
-        *(Group("bias", Problem(4, 2048, bias=True, **change), ("flex", "fusedblock", *BIAS_TILES))
-          for change in ({"causal": False}, {}, {"causal": False, "head_dim": 64})),
+        *(Group(label, Problem(4, 2048, bias=True, **change), ("flex", "fusedblock", *BIAS_TILES)) for label, change in (
+            ("bias", {"causal": False}), ("causal bias", {}), ("bias", {"causal": False, "head_dim": 64}))),
         Group("window 128", Problem(2, 8192, left=127), both),
         Group("window 128 and sinks", Problem(2, 8192, heads=64, head_dim=64, left=127, sinks=True), both),
         Group("16 documents", Problem(1, 32768, documents=DOCUMENTS), both),
