@@ -76,7 +76,7 @@ def index_reference(indices: Tensor, experts: int, tile_rows: int) -> tuple[Tens
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(rows, device=device))
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=device).scatter_add_(0, expert, torch.ones_like(expert))
     offsets = torch.cat((counts.new_zeros(1), counts[:experts].cumsum(0)))
-    most, tile_rows = max_tiles(rows, experts, tile_rows), height(*indices.shape, experts, tile_rows)
+    most, tile_rows = max_tiles(rows, experts, tile_rows), height(indices.shape[0], indices.shape[1], experts, tile_rows)
     tiles_of = (counts[:experts] + tile_rows - 1) // tile_rows
     end = tiles_of.cumsum(0)
     number = end[-1]
