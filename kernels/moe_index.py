@@ -2,7 +2,7 @@
 
     indices  tokens top_k     int32 or int64; what is outside 0 to experts - 1 belongs to no expert (expert parallelism: to none
                               of this rank's). An expert may be named twice by a token.
-    order, inverse, offsets, tiles     int32: see _moe_index.py
+    order, inverse, offsets, tiles     int32: see _moe_index.py, as for what tile_rows may be
 
 Reads indices once; writes rows + tokens*top_k + experts + 1 + 4*max_tiles elements. One launch for few tokens, two for many,
 with a row of counts for each tile of tokens between them.
