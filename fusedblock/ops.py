@@ -460,7 +460,7 @@ def plain_mlp(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activati
 def moe_route(x: Tensor, weight: Tensor, spec: RouterSpec, bias: Tensor | None = None, correction_bias: Tensor | None = None, *,
               tile_rows: int) -> tuple[Tensor, ...]:  # fmt: skip
     """A router's weights and indices `tokens top_k`, logits `tokens experts`, and the index that moe_experts reads: order,
-    inverse, offsets and tiles of tile_rows rows. x `tokens hidden`, weight `experts hidden`. See kernels/moe_route.py."""
+    inverse, offsets and tiles of tile_rows rows (_moe_index.py). x `tokens hidden`, weight `experts hidden`. See moe_route.py."""
     for name, t, given in (("bias", bias, spec.bias), ("correction_bias", correction_bias, spec.correction_bias)):
         if (t is not None) != given:
             raise ValueError(f"moe_route: {name} is {'None' if t is None else 'a tensor'}, but the router has {name}={given}")

@@ -47,6 +47,10 @@ def why_tiles(rows: int, *, training: bool = False, invariant: bool = False, pac
         return "a block map"
     if packed and not one_each:
         return "packed sequences"
+    if torch.compiler.is_exporting():  # its only graph; torch.compile makes another for the queries that a guard leaves out
+        from torch.fx.experimental.symbolic_shapes import statically_known_true  # brings sympy
+
+        return None if statically_known_true(rows <= DECODE_ROWS) else "perhaps more queries than that"
     return "more queries than that" if rows > DECODE_ROWS else None
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ._lang import tl, triton
 from ._launch import descriptor, tma_ready
 from ._math import activate, activate_grad, check_activation, plain_activate, plain_activate_backward, sigmoid, tile_order
-from ._moe_index import max_tiles
+from ._moe_index import BY_LENGTH, STREAM_TOKENS, by_length, height, max_tiles
 from ._spec import Args, ShapeError, Sizes
 from ._target import Target
 
@@ -27,7 +27,8 @@ CLAMPED = "clamped_swish"  # (up + 1) * gate * sigmoid(alpha * gate), gate <= li
 
 
 def check(op: str, sizes: Sizes, args: Args) -> dict[str, int]:
-    """The further axes of an experts' op: ffn, gate_up = 2 * ffn. Raises naming the argument that does not fit the others."""
+    """The further axes of an experts' op: ffn, gate_up = 2 * ffn; and of tokens whose number is known tile_rows as chosen, and
+    max_tiles of these. Raises naming the argument that does not fit the others."""
     transposed, tile_rows = args["transposed"], args["tile_rows"]
     hidden, (gate_up, k) = sizes["hidden"], _sides(sizes, "gate_up", transposed)
     n, ffn = _sides(sizes, "down", transposed)
@@ -47,7 +48,7 @@ def check(op: str, sizes: Sizes, args: Args) -> dict[str, int]:
         raise ShapeError(f"{op}: order has {sizes['rows']} rows, expected tokens * top_k = {rows}")
     if sizes["bounds"] != sizes["experts"] + 1:
         raise ShapeError(f"{op}: offsets has {sizes['bounds']} elements, expected experts + 1 = {sizes['experts'] + 1}")
-    if tile_rows not in TILE_ROWS:
+    if tile_rows not in TILE_ROWS and tile_rows not in BY_LENGTH:
         raise ValueError(f"{op}: tile_rows={tile_rows}, expected one of {TILE_ROWS}")
     most = max_tiles(rows, sizes["experts"], tile_rows)
     if (sizes["max_tiles"], sizes["four"]) != (most, 4):
@@ -59,7 +60,11 @@ def check(op: str, sizes: Sizes, args: Args) -> dict[str, int]:
     if not args["weights"].is_floating_point():
         raise ValueError(f"{op}: weights has dtype {args['weights'].dtype}, expected a floating one")
     check_gate(op, args["activation"], args["alpha"], args["limit"])
-    return {"ffn": ffn, "gate_up": gate_up}
+    found = {"ffn": ffn, "gate_up": gate_up}
+    if not isinstance(rows, int):
+        return found
+    tile_rows = height(sizes["tokens"], sizes["top_k"], sizes["experts"], tile_rows)
+    return {**found, "tile_rows": tile_rows, "max_tiles": max_tiles(rows, sizes["experts"], tile_rows)}
 
 
 def check_gate(op: str, activation: str, alpha: float, limit: float) -> None:
@@ -89,7 +94,7 @@ def touched(sizes: Sizes, args: Args) -> float:
 
 def valid_tiles(sizes: Sizes, args: Args) -> int:
     """Likewise the tiles that have rows."""
-    counts, rows = _rows_per_expert(args), args["tile_rows"]
+    counts, rows = _rows_per_expert(args), sizes["tile_rows"]
     if counts is not None:
         return int(((counts + rows - 1) // rows).sum())
     return round(max(touched(sizes, args), sizes["rows"] / rows))
@@ -123,7 +128,6 @@ class Config:
 
 
 TILE_ROWS = (16, 32, 64, 128)
-STREAM_TOKENS = 64  # up to here `down` combines what it makes itself: one launch fewer
 # Kinds: "gate_up" (block_n counts gate and up together), "down" and "grad_rows" (grad of x's rows), "grad_hidden" (through the
 # down product and the activation), "stream" (down and combine of few tokens); and, whatever the tile rows, "grad_weight" and
 # "vector" (one token; block_k of the long axis, "vector_columns" where the weight's columns are dense).
@@ -197,14 +201,13 @@ def table(itemsize: int, target: Target) -> Table:
 
 
 def choose_tile_rows(tokens: int, top_k: int, experts: int, itemsize: int, target: Target) -> int:
-    """The tile_rows to ask the index for: by the rows that an expert gets on average."""
+    """The tile_rows to ask the index for; in a trace one that leaves the choice to the ops."""
     if target.batch_invariant:
         return 64
-    average = tokens * top_k / max(experts, 1)
-    if average >= 64 and tokens > STREAM_TOKENS:
-        return 64 if itemsize >= 4 else 128
-    most = min(2 * tokens * top_k // max(experts, 1), tokens)
-    return next((rows for rows in (16, 32) if most <= rows), 64)  # compared, not computed: a length that is traced stays one
+    most = 64 if itemsize >= 4 else 128
+    if torch.compiler.is_compiling() or isinstance(tokens, torch.SymInt):
+        return -most
+    return by_length(tokens, top_k, experts, most)
 
 
 def configure(kind: str, tile_rows: int, itemsize: int, target: Target) -> Config:

@@ -24,21 +24,44 @@ from ._target import Target
 
 MAX_EXPERTS = 1024  # a program holds a row of all experts
 TILE_ROWS = (8, 16, 32, 64, 128, 256)  # of an index; moe_experts takes some of them
+# Instead of a number of rows: the op chooses by the tokens it gets, at most the number without its sign. What torch.compile and
+# torch.export trace for any length asks for this. Never by an option: forward and backward must choose alike, and a compiled
+# backward runs under nobody's options.
+BY_LENGTH = (-64, -128)
+LEAST = 16  # that is chosen by length
+STREAM_TOKENS = 64  # up to here `down` combines what it makes itself: one launch fewer
 
 
 def max_tiles(rows: int, experts: int, tile_rows: int) -> int:
-    """The most M tiles that `rows` rows of `experts` experts can need, whatever their distribution."""
-    return rows // tile_rows + min(experts, rows)
+    """The most M tiles that `rows` rows of `experts` experts can need, whatever their distribution; tile_rows of BY_LENGTH:
+    whatever is chosen too, an expression in rows that nobody has to compare."""
+    if tile_rows < 0:
+        return rows // LEAST + experts
+    return rows // tile_rows + (min(experts, rows) if isinstance(rows, int) else torch.sym_min(experts, rows))
+
+
+def by_length(tokens: int, top_k: int, experts: int, most: int) -> int:
+    """tile_rows by the rows that an expert gets on average."""
+    average = tokens * top_k / max(experts, 1)
+    if average >= 64 and tokens > STREAM_TOKENS:
+        return most
+    high = min(2 * tokens * top_k // max(experts, 1), tokens)
+    return next((rows for rows in (LEAST, 32) if high <= rows), 64)
+
+
+def height(tokens: int, top_k: int, experts: int, tile_rows: int) -> int:
+    """tile_rows, chosen now where it is of BY_LENGTH."""
+    return by_length(tokens, top_k, experts, -tile_rows) if tile_rows < 0 else tile_rows
 
 
 def index_axes(op: str, tokens: int, top_k: int, experts: int, tile_rows: int) -> dict[str, int]:
     """The index's axes, after checks of the numbers."""
     if not 1 <= experts <= MAX_EXPERTS:
         raise ShapeError(f"{op}: experts={experts}, expected 1 to {MAX_EXPERTS}")
-    if tile_rows not in TILE_ROWS:
+    if tile_rows not in TILE_ROWS and tile_rows not in BY_LENGTH:
         raise ValueError(f"{op}: tile_rows={tile_rows}, expected one of {TILE_ROWS}")
     rows = tokens * top_k
-    if rows >= 2**31:
+    if isinstance(rows, int) and rows >= 2**31:  # of a traced length when it is known
         raise ShapeError(f"{op}: tokens={tokens} times top_k={top_k} is {rows}, expected less than 2**31")
     return {"rows": rows, "experts+1": experts + 1, "max_tiles": max_tiles(rows, experts, tile_rows), "4": 4}
 
@@ -53,10 +76,11 @@ def index_reference(indices: Tensor, experts: int, tile_rows: int) -> tuple[Tens
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(rows, device=device))
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=device).scatter_add_(0, expert, torch.ones_like(expert))
     offsets = torch.cat((counts.new_zeros(1), counts[:experts].cumsum(0)))
+    most, tile_rows = max_tiles(rows, experts, tile_rows), height(indices.shape[0], indices.shape[1], experts, tile_rows)
     tiles_of = (counts[:experts] + tile_rows - 1) // tile_rows
     end = tiles_of.cumsum(0)
     number = end[-1]
-    tile = torch.arange(max_tiles(rows, experts, tile_rows), device=device)
+    tile = torch.arange(most, device=device)
     owner = torch.searchsorted(end, tile, right=True).clamp(max=experts - 1)
     first = offsets[owner] + (tile - (end - tiles_of)[owner]) * tile_rows
     last = torch.minimum(first + tile_rows, offsets[owner + 1])
@@ -68,7 +92,7 @@ def index_reference(indices: Tensor, experts: int, tile_rows: int) -> tuple[Tens
 
 def check_index(op: str, sizes: Sizes, args: Args) -> None:
     """Raises ValueError naming the argument whose values point outside what an experts' op has. Waits for the device."""
-    rows, experts, tile_rows = sizes["rows"], sizes["experts"], args["tile_rows"]
+    rows, experts, tile_rows = sizes["rows"], sizes["experts"], sizes["tile_rows"]
     offsets, tiles = args["offsets"].long(), args["tiles"].long()
     bad = (offsets < 0) | (offsets > rows)
     bad[1:] |= offsets.diff() < 0
@@ -215,7 +239,7 @@ def launch_index(
 ) -> None:
     """Fill index, the tensors order, inverse, offsets and tiles, from indices and the counts of their token tiles."""
     tokens, top_k = indices.shape
-    token_tiles = counts.shape[0]
+    token_tiles, tile_rows = counts.shape[0], height(tokens, top_k, experts, tile_rows)
     # Every program reads all counts: a few programs an SM, or they would be read too often.
     per = cdiv(token_tiles, 2 * target.sms)
     _launch(

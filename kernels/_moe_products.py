@@ -112,7 +112,7 @@ def _gate_up_kernel(
 
 def gate_up_launch(args: Args, sizes: Sizes, h: Tensor | None, saved: Tensor | None) -> None:
     """h and saved `gate_up`, each where it is given, of all rows."""
-    x, transposed, interleaved, tile_rows = args["x"], args["transposed"], args["interleaved"], args["tile_rows"]
+    x, transposed, interleaved, tile_rows = args["x"], args["transposed"], args["interleaved"], sizes["tile_rows"]
     x, w = contiguous_last(x), _moe.dense_rows(args["gate_up_weight"])
     n, k = sizes["ffn"], sizes["hidden"]
     target = target_of(x.device)
@@ -168,7 +168,7 @@ def _rows_kernel(
 def rows_launch(kind: str, a: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, args: Args, sizes: Sizes,
                 by_columns: bool) -> None:  # fmt: skip
     """y `rows N` = a `rows K` by the experts' matrices, stored `N K` or, by_columns, `K N`."""
-    tile_rows, target, (n, k) = args["tile_rows"], target_of(a.device), (y.shape[1], a.shape[1])
+    tile_rows, target, (n, k) = sizes["tile_rows"], target_of(a.device), (y.shape[1], a.shape[1])
     w = _moe.dense_rows(w)
     c = _moe.usable(_moe.configure(kind, tile_rows, a.element_size(), target), a, w)
     _launch(

@@ -101,7 +101,7 @@ def _down_vector_kernel(
 def launch_vector(h: Tensor, out: Tensor, saved: Tensor | None, args: Args, sizes: Sizes, weights: Tensor) -> None:
     """Both launches. h `rows ffn`, out `1 hidden`, saved `rows gate_up`."""
     x, transposed, activation = args["x"].contiguous(), args["transposed"], args["activation"]
-    c = _moe.configure("vector_columns" if transposed else "vector", args["tile_rows"], x.element_size(), target_of(x.device))
+    c = _moe.configure("vector_columns" if transposed else "vector", sizes["tile_rows"], x.element_size(), target_of(x.device))
     ws = [_moe.dense_rows(args[name]) for name in ("gate_up_weight", "down_weight")]
     strides = [(w.stride(0), *((1, w.stride(1)) if transposed else (w.stride(1), 1))) for w in ws]
     biases = [None if args[name] is None else args[name].contiguous() for name in ("gate_up_bias", "down_bias")]

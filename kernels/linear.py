@@ -60,6 +60,8 @@ def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
         raise ValueError(f"linear: residual has dtype {residual.dtype}, but x has {x.dtype}")
     if residual is not None and residual.dtype != x.dtype and args["norm_weight"] is not None:
         raise ValueError(f"linear: residual has dtype {residual.dtype}, but x has {x.dtype}: not beside norm_weight")
+    if args["norm_weight"] is None and not isinstance(sizes["tokens"], int):
+        return {}  # a trace for any length
     # One partial sum per 128 columns at most: the same count for every config, descriptors or pointers.
     return {"tiles": cdiv(sizes["out_features"], min(_config(sizes, args["x"]).block_n, 128))}
 

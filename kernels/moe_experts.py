@@ -50,8 +50,8 @@ from ._target import target_of
 from .moe_experts_backward import OP as BACKWARD
 
 
-def _form(args: Args) -> str:
-    return _moe.form(args["x"].shape[0], args["tile_rows"], target_of(args["x"].device))
+def _form(sizes: Sizes, args: Args) -> str:
+    return _moe.form(sizes["tokens"], sizes["tile_rows"], target_of(args["x"].device))
 
 
 def _down_flops(s: Sizes, args: Args) -> int:
@@ -61,7 +61,9 @@ def _down_flops(s: Sizes, args: Args) -> int:
 def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
     """Rows once more for what there is in one form only."""
     sizes = {**sizes, **_moe.check("moe_experts", sizes, args)}
-    how = _form(args)
+    if not isinstance(sizes["rows"], int):
+        return sizes  # a trace for any length: no result has the axes of scratch
+    how = _form(sizes, args)
     return {**sizes, "matrix_rows" if how != "vector" else "vector_rows": sizes["rows"], f"{how}_rows": sizes["rows"]}
 
 
@@ -146,7 +148,7 @@ def _stream_kernel(
 
 
 def _stream_launch(h: Tensor, y: Tensor, out: Tensor, args: Args, sizes: Sizes, weights: Tensor) -> None:
-    w, bias, tile_rows = _moe.dense_rows(args["down_weight"]), args["down_bias"], args["tile_rows"]
+    w, bias, tile_rows = _moe.dense_rows(args["down_weight"]), args["down_bias"], sizes["tile_rows"]
     c = _moe.configure("stream", tile_rows, h.element_size(), target_of(h.device))
     n, k = sizes["hidden"], sizes["ffn"]
     block_k = min(c.block_k, next_power_of_2(max(k, 16)))
@@ -172,7 +174,7 @@ def launch(
     args["residual"] = None if residual is None else residual.contiguous()
     out, gate_up = SPEC.empty(args, sizes)
     h, vector_h, y, stream_y = SPEC.empty_scratch(args, sizes)
-    saved, how, weights = gate_up if save else None, _form(args), weights.contiguous()
+    saved, how, weights = gate_up if save else None, _form(sizes, args), weights.contiguous()
     with on_device(x):
         if not sizes["rows"]:
             _ = out.zero_() if residual is None else out.copy_(residual)

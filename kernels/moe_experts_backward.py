@@ -38,13 +38,15 @@ _THROUGH = (*_GATE_UP, "need_weights")
 
 
 def _hidden_config(sizes: Sizes, args: Args) -> _moe.Config:
-    c = _moe.configure("grad_hidden", args["tile_rows"], args["x"].element_size(), target_of(args["x"].device))
+    c = _moe.configure("grad_hidden", sizes["tile_rows"], args["x"].element_size(), target_of(args["x"].device))
     # Gate and up in turn take more registers to tell apart.
     return replace(c, block_n=64, split=2) if args["interleaved"] and c.block_n > 64 else c
 
 
 def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
     sizes = {**sizes, **_moe.check(NAME, sizes, args)}
+    if not isinstance(sizes["rows"], int):
+        return sizes  # a trace for any length: no result has the axes of scratch
     return {**sizes, "ffn_tiles": cdiv(sizes["ffn"], _hidden_config(sizes, args).block_n)}
 
 
@@ -242,7 +244,7 @@ def _grad_hidden_kernel(
 
 def _grad_hidden_launch(args: Args, sizes: Sizes, gate_up: Tensor, d_gate_up: Tensor | None, weighted: Tensor | None,
                         part: Tensor | None) -> None:  # fmt: skip
-    through, transposed, tile_rows = _through(args), args["transposed"], args["tile_rows"]
+    through, transposed, tile_rows = _through(args), args["transposed"], sizes["tile_rows"]
     w, dy = _moe.dense_rows(args["down_weight"]), contiguous_last(args["grad_out"])
     n, k = sizes["ffn"], sizes["hidden"]
     target = target_of(dy.device)
@@ -366,7 +368,7 @@ def _grad_weight_kernel(
 def _grad_weight_launch(a: Tensor, b: Tensor, grad: Tensor, flip: bool, args: Args, sizes: Sizes) -> None:
     """grad `experts A B` = a.T @ b[token] of each expert's rows; flip: `experts B A`."""
     b, target = contiguous_last(b), target_of(a.device)
-    c = _moe.usable(_moe.configure("grad_weight", args["tile_rows"], a.element_size(), target), a)
+    c = _moe.usable(_moe.configure("grad_weight", sizes["tile_rows"], a.element_size(), target), a)
     (experts, m, n), wide = grad.shape, c.block_n if flip else c.block_m
     options = _moe.options(c)
     del options["SWAP"]

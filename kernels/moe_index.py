@@ -2,7 +2,7 @@
 
     indices  tokens top_k     int32 or int64; what is outside 0 to experts - 1 belongs to no expert (expert parallelism: to none
                               of this rank's). An expert may be named twice by a token.
-    order, inverse, offsets, tiles     int32: see _moe_index.py
+    order, inverse, offsets, tiles     int32: see _moe_index.py, as for what tile_rows may be
 
 Reads indices once; writes rows + tokens*top_k + experts + 1 + 4*max_tiles elements. One launch for few tokens, two for many,
 with a row of counts for each tile of tokens between them.
@@ -18,6 +18,7 @@ from ._launch import launch as _launch
 from ._launch import on_device
 from ._moe_index import (
     count_chosen,
+    height,
     index_axes,
     index_block,
     index_reference,
@@ -45,8 +46,10 @@ def configure(tokens: int, experts: int) -> tuple[int, bool]:
 def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
     tokens, experts = sizes["tokens"], args["experts"]
     found = index_axes("moe_index", tokens, sizes["top_k"], experts, args["tile_rows"])
-    most = _most(experts)  # only compared with: a length that torch.compile traces stays one
-    return {**found, "experts": experts} | ({"token_tiles": cdiv(tokens, most)} if tokens > most else {})
+    more = {"experts": experts}
+    if isinstance(tokens, int) and tokens > (most := _most(experts)):  # a trace for any length has no scratch
+        more["token_tiles"] = cdiv(tokens, most)
+    return {**found, **more}
 
 
 SPEC = Spec(
@@ -103,8 +106,7 @@ def launch(indices: Tensor, experts: int, tile_rows: int) -> tuple[Tensor, Tenso
     tokens, top_k = sizes["tokens"], sizes["top_k"]
     order, inverse, offsets, tiles = index
     if not sizes["rows"]:
-        offsets.zero_()
-        return order, inverse, offsets, tiles
+        return order, inverse, offsets.zero_(), tiles.zero_()
     indices = indices.contiguous()
     block, single = configure(tokens, experts)
     shared = {"KP": next_power_of_2(top_k), "BT": block, "EP": index_block(experts)}
@@ -112,7 +114,7 @@ def launch(indices: Tensor, experts: int, tile_rows: int) -> tuple[Tensor, Tenso
     with on_device(indices):
         if single:
             _launch(_single_kernel, (1,), (indices, *index, tokens, experts, top_k, tiles.shape[0]),
-                    {**shared, "TILE": tile_rows, "num_warps": warps})  # fmt: skip
+                    {**shared, "TILE": height(tokens, top_k, experts, tile_rows), "num_warps": warps})  # fmt: skip
         else:
             _launch(_count_kernel, (counts.shape[0],), (indices, counts, tokens, experts, top_k), {**shared, "num_warps": warps})
             launch_index(indices, counts, index, experts, tile_rows, block, target_of(indices.device))

@@ -37,6 +37,7 @@ from ._launch import launch as _launch
 from ._moe_choice import choose
 from ._moe_index import (
     count_chosen,
+    height,
     index_axes,
     index_block,
     index_reference,
@@ -81,7 +82,7 @@ def configure(tokens: int, experts: int, itemsize: int, target: Target) -> Confi
             return split(block, False, 128 if itemsize < 4 else 64, 128 if itemsize < 4 else 64, 1)
         return Config(block, False, True, block, ep, 1, *_ring(block + ep, itemsize, target))
     if tokens <= 64:
-        tile = next(t for t in (16, 32, 64) if tokens <= t)  # compared, not computed: a length that is traced stays one
+        tile = next(t for t in (16, 32, 64) if tokens <= t)
         return split(min(tile, most if ep <= 128 else most // 2), True, tile, 16, 8 if tokens <= 16 else 4)
     return split(min(16, most), False, 64, 64, 4)
 
@@ -101,12 +102,15 @@ def _ring(rows: int, itemsize: int, target: Target) -> tuple[int, int]:
 def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
     x, tokens, experts, top_k = args["x"], sizes["tokens"], sizes["experts"], args["top_k"]
     _check(args, experts)
+    found = {**index_axes("moe_route", tokens, top_k, experts, args["tile_rows"]), "top_k": top_k}
+    if not isinstance(tokens, int):
+        return found  # a trace for any length: no result has the axes of scratch
     c = configure(tokens, experts, x.element_size(), target_of(x.device))
     token_tiles = cdiv(tokens, c.block_tokens)
     more = {"alone": token_tiles} if c.single else {"token_tiles": token_tiles}
     if not c.fused:
         more["splits"] = c.splits
-    return {**index_axes("moe_route", tokens, top_k, experts, args["tile_rows"]), **more, "top_k": top_k}
+    return {**found, **more}
 
 
 def _check(args: Args, experts: int) -> None:
@@ -332,7 +336,7 @@ def launch(
     partial, counts = SPEC.empty_scratch(args, sizes)
     tokens, experts, hidden = sizes["tokens"], sizes["experts"], sizes["hidden"]
     if not tokens:
-        return weights, indices, logits, order, inverse, offsets.zero_(), tiles
+        return weights, indices, logits, order, inverse, offsets.zero_(), tiles.zero_()
     x, weight = contiguous_last(x), contiguous_last(weight)
     bias, correction_bias = (None if t is None else t.contiguous() for t in (bias, correction_bias))
     target = target_of(x.device)
@@ -364,7 +368,7 @@ def launch(
             if c.single:
                 _launch(
                     _single_kernel, (1,), (partial, *given, *index, tokens, experts, top_k, tiles.shape[0], *rule),
-                    {"ONE": token_tiles == 1, "TILE": tile_rows, "SPLITS": c.splits, **how,
+                    {"ONE": token_tiles == 1, "TILE": height(tokens, top_k, experts, tile_rows), "SPLITS": c.splits, **how,
                      "num_warps": min(16, 2 * how["num_warps"]) if token_tiles > 1 else how["num_warps"]},
                 )  # fmt: skip
             else:

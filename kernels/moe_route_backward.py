@@ -59,6 +59,8 @@ def _inline(args: Args) -> bool:
 
 
 def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
+    if not isinstance(sizes["tokens"], int):
+        return {}  # a trace for any length: no result has the axes of scratch
     parts = _weight_config(sizes, _wide(args), target_of(args["x"].device))[3]
     columns = args["need_weight"] * sizes["hidden"] + args["need_bias"]
     return {"columns": columns, "inline": int(_inline(args)), **({"parts": parts} if parts > 1 and columns else {})}

@@ -18,7 +18,7 @@ from transformers import AutoConfig
 
 from fusedblock import ops
 from fusedblock.blocks import Mixed, MoeSpec, MoeWeights, fixed_mixture, mixture, moe
-from fusedblock.kernels import _math, _replay
+from fusedblock.kernels import _math, _moe_index, _replay
 from fusedblock.models.experts import _gate
 from fusedblock.models.routers import ROUTERS
 
@@ -215,6 +215,87 @@ def test_compiled_and_counted(family: str, grad: bool) -> None:
     with FlopCounterMode(display=False) as counter:
         mixture(spec, weights, inputs(torch.float32, 9))
     assert counter.get_total_flops() >= 18 * 2 * 3 * 2 * HIDDEN * 40
+
+
+def of_shared(weights: MoeWeights, shared: str) -> MoeWeights:
+    """Experts alone, with a plain shared one, or as they are: with a gated one."""
+    names = {"none": ("gate", "up", "down", "router"), "plain": ("router",), "gated": ()}[shared]
+    return weights._replace(**{f"shared_{name}": None for name in names})
+
+
+LENGTHS = (2, 3, 17, 64, 65, 200)
+
+
+@pytest.mark.parametrize("grad", (False, True))
+@pytest.mark.parametrize("shared", ("none", "plain", "gated"))
+def test_one_graph_for_any_length(shared: str, grad: bool) -> None:
+    """Whichever way the experts run, with their gradients: the rows of a tile are no matter of the graph."""
+    spec, weights, _ = small()
+    weights = of_shared(weights, shared)
+    leaves = [t.requires_grad_(grad) for t in weights if t is not None]
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(lambda x: mixture(spec, weights, x), backend="aot_eager", fullgraph=True, dynamic=True)
+    for tokens in LENGTHS:
+        x = torch.randn(tokens, 32, generator=torch.Generator().manual_seed(tokens))
+        got, want = compiled(x), mixture(spec, weights, x)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        if grad:
+            grads = [torch.autograd.grad(m.out.square().sum() + m.logits.sum(), leaves) for m in (got, want)]
+            assert all(relative_error(a, b) < 1e-6 for a, b in zip(*grads, strict=True))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+class Exported(nn.Module):
+    def __init__(self, spec: MoeSpec, weights: MoeWeights) -> None:
+        super().__init__()
+        self.spec = spec
+        self.given = [name for name, t in weights._asdict().items() if t is not None]
+        for name in self.given:
+            self.register_buffer(name, getattr(weights, name))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return mixture(self.spec, MoeWeights(**{n: getattr(self, n) for n in self.given}), x).out
+
+
+@pytest.mark.parametrize("strict", (False, True))
+@pytest.mark.parametrize("shared", ("none", "plain", "gated"))
+def test_exported_for_any_length(shared: str, strict: bool) -> None:
+    spec, weights, x = small()
+    module = Exported(spec, of_shared(weights, shared))
+    exported = torch.export.export(module, (x,), dynamic_shapes=({0: torch.export.Dim("tokens")},), strict=strict).module()
+    for tokens in LENGTHS[::2]:
+        x = torch.randn(tokens, 32, generator=torch.Generator().manual_seed(tokens))
+        assert torch.equal(exported(x), module(x))
+
+
+_QUICK = [(most, tokens, False) for most in (64, 128) for tokens in (0, 1, 3, 17, 64, 65, 300)] + [(128, 1, True), (64, 17, True)]
+_SLOW = [pytest.param(most, tokens, True, marks=pytest.mark.slow) for most, tokens in ((64, 65), (64, 300), (128, 300))]
+
+
+@pytest.mark.parametrize(("most", "tokens", "kernels"), [*_QUICK, *_SLOW])
+def test_rows_of_tiles_chosen_where_the_ops_run(most: int, tokens: int, kernels: bool) -> None:
+    """Results and gradients are those of the number that choose_tile_rows gives; of tiles there is room for any choice."""
+    spec, w, _ = small()
+    g = torch.Generator().manual_seed(tokens)
+    x, up = (torch.randn(tokens, 32, generator=g) for _ in range(2))
+    known = _moe_index.by_length(tokens, 2, 8, most)
+
+    def run(tile_rows: int) -> tuple[list[Tensor], list[Tensor]]:
+        leaves = [t.detach().clone().requires_grad_() for t in (x, w.router, w.gate_up, w.down)]
+        weights, indices, _, *index = ops.moe_route(leaves[0], leaves[1], spec.router, tile_rows=tile_rows)
+        out = ops.moe_experts(leaves[0], *leaves[2:], weights, indices, index, tile_rows=tile_rows)
+        again = ops.moe_index(indices, 8, tile_rows)
+        assert all(torch.equal(a, b) for a, b in zip(index, again, strict=True))
+        return index, [out.detach(), *torch.autograd.grad(out, leaves, up)]
+
+    with recording("sm_90") if kernels else contextlib.nullcontext():
+        (wanted, want), (index, got) = run(known), run(-most)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(index[:3], wanted[:3], strict=True))
+    n = len(wanted[3])
+    assert torch.equal(index[3][:n], wanted[3]) and len(index[3]) == 2 * tokens // 16 + 8
+    assert index[3][n:, :3].eq(0).all()
 
 
 def test_no_tokens() -> None:

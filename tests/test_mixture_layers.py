@@ -336,6 +336,27 @@ def test_compiled(name: str, grad: bool) -> None:
         assert relative_error(b.grad, a.grad) < 1e-5
 
 
+class Logits(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(input_ids=ids, use_cache=False).logits  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def test_exported_for_any_length() -> None:
+    model, fused, _ = pair("mixtral", "eager")
+    ids = torch.randint(0, 60, (1, 70), generator=torch.Generator().manual_seed(4))
+    length = ({1: torch.export.Dim("tokens", max=4096)},)
+    exported = torch.export.export(Logits(fused), (ids[:, :7],), dynamic_shapes=length, strict=False)
+    assert {n.target for n in exported.graph.nodes} >= {torch.ops.fusedblock.mixture.default}
+    for tokens in (3, 17, 70):
+        got, want = exported.module()(ids[:, :tokens]), model(input_ids=ids[:, :tokens]).logits
+        assert relative_error(got, want) < 1e-5
+
+
 def test_generate_by_the_kernels(launched: list[str]) -> None:
     model, fused, report = pair("qwen3_moe")
     ids, mask = prompt(batch=1)

@@ -95,6 +95,7 @@ def _compose(call: Call, x: Tensor, residual: Tensor | None, *args: Any) -> Mixe
     """The registered op: launches of kernels and nothing else, so that they can be replayed."""
     n, m = len(MoeWeights._fields), len(_ROUTER)
     w, spec = MoeWeights(*args[:n]), MoeSpec(ops.RouterSpec(*args[n : n + m]), *args[n + m :])
+    check_mixture(spec, w, x)  # where launches are replayed their key says all that this looks at
     mixed = _routed(call, spec, w, x, residual, False)
     if w.shared_gate is None:
         return mixed
@@ -144,12 +145,14 @@ def mixture(
     experts and a shared expert that is not gated are one registered op. kept: fixed_mixture(spec, weights) of an earlier call.
     Raises ShapeError or ValueError naming the argument.
     """
-    rows = check_mixture(spec, weights, x)
+    training = ops.wants_grad(x, residual, *weights)
+    if training or weights.shared_router is not None or x.dim() < 1:  # else the registered op does
+        check_mixture(spec, weights, x)
+    rows = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 1 else x[None]
     if residual is not None and (residual.shape, residual.dtype, residual.device) != (x.shape, x.dtype, x.device):
         like = f"{tuple(residual.shape)} {residual.dtype} on {residual.device}"
         raise ops.ShapeError(f"mixture: residual is {like}, expected x's {tuple(x.shape)} {x.dtype} on {x.device}")
     add = None if residual is None else residual.reshape(rows.shape)
-    training = ops.wants_grad(x, residual, *weights)
     if training:
         mixed = _routed(ops.dispatched, spec, weights, rows, add, True)
     elif torch.compiler.is_compiling():
@@ -190,9 +193,9 @@ def _related(sizes: dict[str, int], args: Mapping[str, Any]) -> dict[str, int]:
 _SPECS = {transposed: _spec(transposed) for transposed in (False, True)}
 
 
-def check_mixture(spec: MoeSpec, w: MoeWeights, x: Tensor) -> Tensor:
-    """x as `tokens hidden`. Raises, before any of the operators runs, what each of them would about its own arguments; the
-    router's numbers are left to the first."""
+def check_mixture(spec: MoeSpec, w: MoeWeights, x: Tensor) -> None:
+    """Raises, before any of the operators runs, what each of them would about its own arguments, x `... hidden`; the router's
+    numbers are left to the first."""
     if x.dim() < 1:
         raise ops.ShapeError(f"mixture: x has shape {tuple(x.shape)}, expected (... hidden)")
     router = spec.router
@@ -205,6 +208,5 @@ def check_mixture(spec: MoeSpec, w: MoeWeights, x: Tensor) -> Tensor:
         raise ValueError(f"mixture: the shared expert has no {missing}")
     ops.check_gate("mixture", spec.activation, spec.alpha, spec.limit)
     ops.check_activation("mixture", spec.shared_activation, "shared_activation")
-    rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
+    rows = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 1 else x[None]
     _SPECS[bool(spec.transposed)].axes({"x": rows, **w._asdict()})
-    return rows
