@@ -88,8 +88,12 @@ def touched(sizes: Sizes, args: Args) -> float:
     counts = _rows_per_expert(args)
     if counts is not None:
         return int((counts > 0).sum())
-    experts = sizes["experts"]
-    return experts * (1.0 - (1.0 - sizes["top_k"] / max(experts, 1)) ** sizes["tokens"])
+    return expected_experts(sizes["experts"], sizes["top_k"], sizes["tokens"])
+
+
+def expected_experts(experts: int, top_k: int, tokens: int) -> float:
+    """How many experts have a token, on average, where each is as likely to be among a token's top_k."""
+    return experts * (1.0 - (1.0 - top_k / max(experts, 1)) ** tokens)
 
 
 def valid_tiles(sizes: Sizes, args: Args) -> int:

@@ -107,4 +107,4 @@ def test_layers_of_one_model_that_attend_differently_are_apart() -> None:
         assert len(groups(decoder_layers(families.build(name)))) == apart
     config = families.config("vit")
     kept = copy.deepcopy(config.to_dict())
-    assert len(groups([layer_of_config(config)] * 3)) == 1 and config.to_dict() == kept
+    assert len(groups([layer_of_config(config)[0]] * 3)) == 1 and config.to_dict() == kept

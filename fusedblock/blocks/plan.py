@@ -157,23 +157,26 @@ _FORMS = {
 }
 
 
-def _mixture(spec: BlockSpec, tokens: int, dtype: torch.dtype, target: Target, symbolic: bool, autocast: bool) -> list[Launch]:
-    """Router, experts, shared expert and the addition of the residual. A trace for any length has the launches of many tokens."""
-    tokens = 1024 if symbolic else tokens
-    tile_rows = choose_tile_rows(tokens, spec.top_k, spec.experts, dtype.itemsize, target)
-    how, router = form(tokens, tile_rows, target), route_launches(tokens, spec.experts, dtype.itemsize, target)
-    adds = "" if autocast else ", and the residual"
+def plan_mixture(experts: int, top_k: int, shared: str, *, tokens: int, dtype: torch.dtype, target: Target) -> Plan:
+    """What a mixture launches that is a module of its own: see `BlockSpec` for the numbers."""
+    return Plan(tuple(_mixture(experts, top_k, shared, tokens, dtype, target, "")), False, False)
+
+
+def _mixture(experts: int, top_k: int, shared: str, tokens: int, dtype: torch.dtype, target: Target, adds: str) -> list[Launch]:
+    """Router, experts and shared expert. adds: what the experts' sum is added to besides."""
+    tile_rows = choose_tile_rows(tokens, top_k, experts, dtype.itemsize, target)
+    how, router = form(tokens, tile_rows, target), route_launches(tokens, experts, dtype.itemsize, target)
     steps = [
-        Launch("moe_route", "router", "triton", f"{spec.top_k} of {spec.experts} experts, and the index of their tokens", router),
+        Launch("moe_route", "router", "triton", f"{top_k} of {experts} experts, and the index of their tokens", router),
         Launch("moe_experts", "experts", "triton", _FORMS[how] + adds, 3 if how == "grouped" else 2),
     ]
-    if spec.shared:
+    if shared:
         steps.append(Launch("gated_mlp", "shared expert", "triton", "both products and the activation"))
-        if spec.shared == "gated":
+        if shared == "gated":
             steps += [Launch("linear", "shared expert's gate", "triton", "one number a token"),
                       Launch("module", "shared expert's gate", "torch", "sigmoid, and its product", kernels=2)]  # fmt: skip
         steps.append(Launch("linear", "shared expert's down", "triton", "adds the experts' sum"))
-    return [*steps, Launch("module", "residual", "torch", "autocast: it has another dtype")] if autocast else steps
+    return steps
 
 
 @functools.lru_cache(maxsize=4096)
@@ -251,7 +254,9 @@ def plan(
             f"without gradients, in bf16 or fp32, {STATISTICS_ROWS} rows or fewer: a row scale in the next epilogue")  # fmt: skip
         steps.append(norm("MLP norm", f"{rows} (not in an epilogue: {alone})", rides))
     if spec.mlp == "mixture":
-        steps += _mixture(spec, batch * seq, dtype, target, symbolic, autocast)
+        tokens = 1024 if symbolic else batch * seq  # a trace for any length has the launches of many
+        steps += _mixture(spec.experts, spec.top_k, spec.shared, tokens, dtype, target, "" if autocast else ", and the residual")
+        steps += [Launch("module", "residual", "torch", "autocast: it has another dtype")] if autocast else []
         return Plan(tuple(steps), statistics, choice.splits)
     if "gate" in own or "up" in own:
         steps += modules("MLP", "then the activation", *(("gate", "up") if spec.mlp == "gated" else ("up",)))

@@ -92,7 +92,7 @@ def measure(
     baseline: Annotated[
         Baseline | None, typer.Option(help="Hugging Face's attention before the swap.  [default: sdpa; with a softcap: eager]")
     ] = None,
-    layer: Annotated[bool, typer.Option("--layer", help="One layer instead of the whole model.")] = False,
+    layer: Annotated[bool, typer.Option("--layer", help="One layer, the first (with experts), instead of the model.")] = False,
     dtype: Annotated[DType | None, typer.Option(help="Of weights and activations.  [default: the checkpoint's]")] = None,
     device: Annotated[str | None, typer.Option(help="Where to time: cuda, cuda:1; cpu only counts.  [default: a GPU]")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,

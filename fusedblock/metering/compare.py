@@ -21,6 +21,7 @@ from . import device as machine
 from . import timing
 from .counter import Totals, TrafficCounter
 from .report import OpRow, Report, Side
+from .routing import even
 from .workload import (
     BASELINES,
     LayerCall,
@@ -55,7 +56,8 @@ def measure(
     not change: copies are measured, which share its weights where it is on the GPU.
 
     model: a transformers model or layer, fused or not, with weights or on the meta device; or a transformers config,
-        of which one layer is measured.
+        of which one layer is measured: the first, or the first with experts where those before it have none. What experts read is
+        what even routing is expected to touch; before, they are multiplied as experts_implementation says.
     batch, seq: sequences, and tokens of each in one call.
     phase: "prefill": forward, no cache unless context says so. "decode": forward of seq new tokens (1 as a rule) on a
         DynamicCache. "train": forward and backward.
@@ -146,7 +148,9 @@ def _source(model: Any) -> tuple[str, nn.Module]:
     if isinstance(model, nn.Module):
         return type(model).__name__, model
     if hasattr(model, "model_type") and hasattr(model, "num_hidden_layers"):
-        return f"one layer of {model.model_type}", layer_of_config(model)
+        layer, index = layer_of_config(model)
+        kind = model.model_type
+        return f"layer {index} of {kind}, the first with experts" if index else f"one layer of {kind}", layer
     raise ValueError(f"measure: model is a {type(model).__name__}, expected a torch.nn.Module or a transformers config")
 
 
@@ -176,8 +180,11 @@ def _count_layer(
             unfuse(made)
             swapped = fuse(made) if attention == OURS else None
             call = LayerCall(made, work, attention, _CPU)
-            with TrafficCounter() as counter:
+            routing = call.routing()
+            with even(routing), TrafficCounter() as counter:
                 call()
+        if routing is not None:
+            notes.append(str(routing))
         return counter.launches, call, swapped
 
     before, plain, _ = count(baseline)

@@ -2,11 +2,13 @@
 
 The rule: every operator is one launch; it reads each distinct input once and writes each result once. Views, metadata and
 allocations are free. An in-place operator reads and writes what it changes; a gather reads, and a scatter writes, only the
-rows that it touches; a broadcast (stride 0) axis is stored once. A fused operator stands for the launches that
-`fusedblock.ops.COSTS` gives for it. FLOPs are those of matrix products and attention; plain elementwise work counts none.
+rows that it touches, and a grouped product reads the weights of groups that have rows; a broadcast (stride 0) axis is stored
+once. A fused operator stands for the launches that `fusedblock.ops.COSTS` gives for it. FLOPs are those of matrix products and
+attention; plain elementwise work counts none.
 
 These are the bytes that must move if nothing is kept on chip between two launches, and nothing is fetched twice within one:
-what the GPU really moves can be less (L2) or more (re-reads). Real, meta and fake tensors give the same counts.
+what the GPU really moves can be less (L2) or more (re-reads). Real, meta and fake tensors give the same counts, but where values
+decide what is touched: without them, it is what even routing to experts is expected to touch.
 """
 
 from __future__ import annotations
@@ -21,8 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from fusedblock.kernels._moe import expected_experts
 from fusedblock.kernels._spec import Cost, nbytes
 from fusedblock.ops import COSTS
+
+from .routing import expected
 
 aten = torch.ops.aten
 # Nothing moves in device memory, or nothing but a scalar.
@@ -77,6 +82,45 @@ def _scatter(source: str) -> Callable[[Argument, Any], Bytes]:
     return lambda arg, out: (nbytes(arg("index")) + nbytes(arg(source)), arg(source).numel() * out.element_size())
 
 
+def _index(arg: Argument, out: Any) -> Bytes:
+    """A row that several take is read once, as far as one can know."""
+    source, indices = arg("self"), _tensors(arg("indices"))
+    read = min(nbytes(source), nbytes(out))
+    if len(indices) == 1 and arg("indices")[0] is not None and not indices[0].dtype.is_floating_point:
+        rows, (index,) = indices[0].numel(), indices
+        if index.dtype in (torch.int64, torch.int32) and rows:
+            distinct = int(index.unique().numel()) if _has_values(index) else expected(source, rows)
+            read = read if distinct is None else round(distinct * (nbytes(out) // rows))
+    return read + _distinct_bytes(indices), nbytes(out)
+
+
+def _has_values(t: Tensor) -> bool:
+    return type(t) is Tensor and not t.is_meta
+
+
+def _groups(weight: Tensor, offsets: Tensor, rows: int) -> float:
+    """Of a grouped product's weights, how many have rows; offsets: where the rows of each end."""
+    if _has_values(offsets):
+        return int((offsets.diff(prepend=offsets.new_zeros(1)) > 0).sum())
+    known = expected(weight, rows)
+    return expected_experts(weight.shape[0], 1, rows) if known is None else known
+
+
+def _grouped(first: str, second: str) -> Callable[[Argument, Any], Bytes]:
+    """Rows by group, or the rows of both summed over by group, which leaves a matrix to each."""
+
+    def moved(arg: Argument, out: Any) -> Bytes:
+        a, b, offsets, bias = arg(first), arg(second), arg("offs"), _tensors(arg("bias") if first == "self" else None)
+        read = _distinct_bytes([*([offsets] if offsets is not None else []), *bias])
+        for t, other in ((a, b), (b, a)):
+            by_group = t.dim() == 3 and other.dim() == 2  # one matrix a group
+            share = _groups(t, offsets, other.shape[0 if t is b else 1]) / t.shape[0] if by_group else 1.0
+            read += round(share * nbytes(t))
+        return read, nbytes(out)
+
+    return moved
+
+
 def _index_put(arg: Argument, out: Any) -> Bytes:
     indices = _tensors(arg("indices"))
     rows = 1
@@ -92,8 +136,10 @@ _ROWS: dict[Any, Callable[[Argument, Any], Bytes]] = {
     aten.embedding: _gather("indices"),
     aten.index_select: _gather("index"),
     aten.gather: _gather("index"),
-    aten.index: _gather("indices"),
+    aten.index: _index,
     aten.index_copy_: _scatter("source"),
+    aten.index_add_: lambda arg, out: (nbytes(arg("index")) + 2 * nbytes(arg("source")), nbytes(arg("source"))),
+    aten._grouped_mm: _grouped("self", "mat2"),
     aten.index_put_: _index_put,
     aten.copy_: lambda arg, out: (nbytes(arg("src")), nbytes(out)),
 }
@@ -115,8 +161,16 @@ def _attention_backward_flops(arg: Argument) -> tuple[int, int]:
     return flops * 5 // 2, flops * 5 // 2
 
 
+def _grouped_flops(arg: Argument) -> tuple[int, int]:
+    """Every row meets one group's matrix, however many groups there are."""
+    a, b = arg("self"), arg("mat2")
+    flops = 2 * a.numel() * b.shape[-1] if b.dim() == 3 or a.dim() == 2 else 2 * a.shape[1:].numel() * b.shape[-1]
+    return flops, flops
+
+
 _SDPA = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
 _FLOPS: dict[Any, Callable[[Argument], tuple[int, int]]] = {}
+_FLOPS[aten._grouped_mm] = _grouped_flops
 for _name in _SDPA:
     for _suffix, _formula in (("", _attention_flops), ("_backward", _attention_backward_flops)):
         if hasattr(aten, f"_scaled_dot_product_{_name}{_suffix}"):

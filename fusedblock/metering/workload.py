@@ -18,8 +18,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from fusedblock.models.adapter import cache_names, mask_comes, signature_names
+from fusedblock.models.binding import sparse_of
 from fusedblock.models.explanation import require_cache as _require_cache
 from fusedblock.models.table import SPECS, LayerSpec, known_class, supported, waiting, waiting_family
+
+from .routing import Routing, routing_of
 
 PHASES = ("prefill", "decode", "train")
 BASELINES = ("eager", "sdpa")
@@ -135,20 +138,34 @@ def _plain_attributes(module: nn.Module) -> tuple[tuple[str, Any], ...]:
     return tuple((n, v) for n, v in own if isinstance(v, (bool, int, str)) and n not in ("layer_idx", "training"))
 
 
-def layer_of_config(config: Any) -> nn.Module:
-    """One decoder layer, on the meta device, of the model that a transformers config describes. Raises ValueError."""
-    from transformers import AutoModel
-
+def layer_of_config(config: Any) -> tuple[nn.Module, int]:
+    """One decoder layer, on the meta device, of the model that a transformers config describes, and its index: the first, or the
+    first with experts where any has them. Raises ValueError."""
     if waits := waiting_family(config.model_type):  # some of them transformers itself does not build under sdpa
         raise ValueError(f"measure: a layer of {config.model_type} cannot be fused; {waits}")
+    made, number = _first_layers(config, 1), 1
+    while _spec(made[0]).sparse and all(_dense(layer) for layer in made) and number < config.num_hidden_layers:
+        number = min(8 * number, config.num_hidden_layers)  # few have more than a few dense layers first
+        made = _first_layers(config, number)
+    index = next((i for i, layer in enumerate(made) if not _dense(layer)), 0)
+    return made[index], index
+
+
+def _dense(layer: nn.Module) -> bool:
+    return sparse_of(layer, _spec(layer)) is None
+
+
+def _first_layers(config: Any, number: int) -> list[nn.Module]:
+    from transformers import AutoModel
+
     config = copy.deepcopy(config)
-    config.num_hidden_layers = 1
+    config.num_hidden_layers = number
     if getattr(config, "layer_types", None):
-        config.layer_types = list(config.layer_types)[:1]
+        config.layer_types = list(config.layer_types)[:number]
     dtype = getattr(config, "dtype", None) or torch.bfloat16
     with torch.device("meta"):
         model = AutoModel.from_config(config, dtype=dtype, attn_implementation="eager")
-    return decoder_layers(model)[0]
+    return decoder_layers(model)
 
 
 def copy_module(module: nn.Module, make: Make) -> nn.Module:
@@ -285,6 +302,10 @@ class LayerCall:
             out = self.layer(self.x, **self.arguments)
             out = out[0] if isinstance(out, tuple) else out
             return torch.autograd.grad(out, self.wanted, self.grad_out) if self.work.training else out
+
+    def routing(self) -> Routing | None:
+        """What is expected of the layer's mixture, if it has one."""
+        return routing_of(self.layer, _spec(self.layer), self.work.batch * self.work.seq)
 
     def bytes(self) -> int:
         """Of weights and inputs: what one call brings into the cache, at least."""

@@ -12,19 +12,21 @@ if TYPE_CHECKING:
     from .explanation import explain
     from .interface import register_attention
     from .loading import CheckpointError, LoadReport, load_safetensors, save_safetensors
-    from .report import Calls, Explanation, FusionReport, LayerExplanation, LayerRecord
+    from .report import BlockRecord, Calls, Explanation, FusionReport, LayerExplanation, LayerRecord
     from .swap import fuse, unfuse
 
 # Public name -> module that holds it. Resolved on first use: the table of architectures alone needs no torch.
 _PUBLIC = {
     "BlockConfig": "block_config", "FusedBlock": "block",
     "CheckpointError": "loading", "LoadReport": "loading", "load_safetensors": "loading", "save_safetensors": "loading",
-    "Calls": "report", "Explanation": "report", "FusionReport": "report", "LayerExplanation": "report", "LayerRecord": "report",
+    "BlockRecord": "report", "Calls": "report", "Explanation": "report", "FusionReport": "report", "LayerExplanation": "report",
+    "LayerRecord": "report",
     "register_attention": "interface", "register_experts": "experts", "explain": "explanation", "fuse": "swap", "unfuse": "swap",
 }  # fmt: skip
 
 __all__ = [
     "BlockConfig",
+    "BlockRecord",
     "Calls",
     "CheckpointError",
     "Explanation",

@@ -97,8 +97,8 @@ def prepare(
         for wanted in (collector.global_var if compiling else collector.get()) or ():
             if wanted not in RECORDED and not wanted.startswith("_"):
                 return f"{wanted} are recorded"
-    if not compiling and _has_any_global_hook():
-        return "global module hooks are registered"
+    if not compiling and (hooked := globally_hooked()):
+        return hooked
     compute, reason = compute_dtype(binding, x, embeddings)
     if reason:
         return reason
@@ -173,14 +173,8 @@ def _ours(x: Tensor, mask: Any, arguments: Mapping[str, Any]) -> tuple[tuple[Ten
 
 def compute_dtype(binding: Binding, x: Tensor, embeddings: Any) -> tuple[torch.dtype | None, str | None]:
     """(dtype to multiply in under autocast, else None; why no kernel takes such tensors, or takes them now, else None)."""
-    if forward_ad._current_level >= 0:
-        return None, "forward-mode differentiation is on"
-    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
-        return None, "a torch.func transform is on"
-    compute = autocast_dtype(x)
-    if compute is not None and compute not in (torch.bfloat16, torch.float16):
-        return None, f"autocast to {compute}"
-    if reason := _tensors(binding, x, embeddings, compute):
+    compute, reason = modes(x)
+    if reason := reason or _tensors(binding, x, embeddings, compute):
         return None, reason
     for reader, module, rate, path in binding.dropouts:
         if reader.training and getattr(module, rate):
@@ -188,24 +182,34 @@ def compute_dtype(binding: Binding, x: Tensor, embeddings: Any) -> tuple[torch.d
     return compute, None
 
 
+def globally_hooked() -> str:
+    """Why the parts of a module have to be called one by one, or ""."""
+    return "global module hooks are registered" if _has_any_global_hook() else ""
+
+
+def modes(x: Tensor) -> tuple[torch.dtype | None, str | None]:
+    """(dtype to multiply in under autocast, else None; a mode of torch that no kernel runs in, else None)."""
+    if forward_ad._current_level >= 0:
+        return None, "forward-mode differentiation is on"
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        return None, "a torch.func transform is on"
+    compute = autocast_dtype(x)
+    if compute is not None and compute not in (torch.bfloat16, torch.float16):
+        return None, f"autocast to {compute}"
+    return compute, None
+
+
 def _tensors(binding: Binding, x: Tensor, embeddings: Any, compute: torch.dtype | None) -> str | None:
     dtype, device = x.dtype, x.device
-    if type(x) not in PLAIN_TENSORS:
-        return f"hidden_states is a {type_name(x)}"
+    if reason := rows_refusal(x, compute):
+        return reason
     if x.dim() != 3:
         return f"hidden_states has {x.dim()} axes"
-    if dtype not in DTYPES:
-        return f"hidden_states is {dtype}"
-    if compute is not None and dtype is not torch.float32:
-        return f"autocast with hidden_states of {dtype}"  # where transformers' layers mix dtypes on their own
     for tensor in binding.weights:
         if tensor is not None and tensor.dtype is not dtype:
             return f"a weight is {tensor.dtype}, hidden_states is {dtype}"
-    mixture = binding.mixture
-    if mixture is not None and mixture.weights.router.dtype is not dtype:
-        return f"a weight of the experts is {mixture.weights.router.dtype}, hidden_states is {dtype}"
-    if mixture is not None and mixture.weights.router.device != device:
-        return f"a weight of the experts is on {mixture.weights.router.device}, hidden_states is on {device}"
+    if binding.mixture is not None and (reason := experts_refusal(binding.mixture, x)):
+        return reason
     if binding.weights.q.device != device:
         return f"a weight is on {binding.weights.q.device}, hidden_states is on {device}"
     spec = binding.spec
@@ -224,6 +228,25 @@ def _tensors(binding: Binding, x: Tensor, embeddings: Any, compute: torch.dtype 
         if table.dtype not in (dtype, torch.float32) or table.device != device or table.requires_grad:
             return f"position_embeddings are {table.dtype} on {table.device}, requires_grad={table.requires_grad}"
     return None
+
+
+def rows_refusal(x: Tensor, compute: torch.dtype | None) -> str | None:
+    """Why no kernel takes hidden_states x, multiplied in `compute` under autocast, or None."""
+    if type(x) not in PLAIN_TENSORS:
+        return f"hidden_states is a {type_name(x)}"
+    if x.dtype not in DTYPES:
+        return f"hidden_states is {x.dtype}"
+    if compute is not None and x.dtype is not torch.float32:
+        return f"autocast with hidden_states of {x.dtype}"  # where transformers' layers mix dtypes on their own
+    return None
+
+
+def experts_refusal(mixture: Mixture, x: Tensor) -> str | None:
+    """Why the mixture does not take rows like x, or None."""
+    weight = mixture.weights.router
+    if weight.dtype is not x.dtype:
+        return f"a weight of the experts is {weight.dtype}, hidden_states is {x.dtype}"
+    return None if weight.device == x.device else f"a weight of the experts is on {weight.device}, hidden_states is on {x.device}"
 
 
 def _mask(binding: Binding, x: Tensor, mask: Any, implementation: str, cached: bool) -> str | None:

@@ -17,7 +17,7 @@ from ..ops import Fixed
 from .experts import COMPUTING, read_gate
 from .routers import ROUTERS
 from .sparse import Mixture
-from .table import LayerSpec, Sparse
+from .table import LayerSpec, MixtureSpec, Sparse
 
 # The hooks of transformers on attention modules do nothing unless its collector, which `prepare` asks, wants attentions.
 _CAPTURING = "transformers.utils.output_capturing"
@@ -37,6 +37,10 @@ class Child(NamedTuple):
     class_forward: Any
 
 
+Slot = tuple[dict[str, Any], str, Tensor | None]  # (a module's _parameters, name, parameter)
+Fact = tuple[Any, str, Any]  # (its owner, or None for the layer; attribute; what the spec was made of)
+
+
 class Binding(NamedTuple):
     """A layer's numerics and parameters. Valid while `is_current` says so."""
 
@@ -45,14 +49,24 @@ class Binding(NamedTuple):
     attention: Any
     activations: tuple[tuple[Any, str], ...]  # (module or function, the name it had)
     children: tuple[Child, ...]
-    slots: tuple[tuple[dict[str, Any], str, Tensor | None], ...]  # (a module's _parameters, name, parameter)
-    facts: tuple[tuple[Any, str, Any], ...]  # (its owner, or None for the layer; attribute; what the spec was made of)
+    slots: tuple[Slot, ...]
+    facts: tuple[Fact, ...]
     # (module that may be in training, module with the rate, attribute, path): rates that must be 0 then
     dropouts: tuple[tuple[nn.Module, nn.Module, str, str], ...]
     partial: bool  # tables may be narrower than a head
     own: Mapping[str, nn.Module]  # weight -> the module that adapts it, which runs itself
     fixed: Fixed | None = None  # None while torch.compile traces
     mixture: Mixture | None = None
+
+
+class BlockBinding(NamedTuple):
+    """Likewise of a block of experts that is fused alone."""
+
+    mixture: Mixture
+    activations: tuple[tuple[Any, str], ...]
+    children: tuple[Child, ...]
+    slots: tuple[Slot, ...]
+    facts: tuple[Fact, ...]
 
 
 # Activations that are plain functions, called with their defaults.
@@ -119,7 +133,7 @@ _IDENTITY = "torch.nn.modules.linear.Identity"
 _OPTIONS = ("weight_offset", "round_early", "norm", "residual", "qkv_layout", "qk_norm", "rope", "tables", "mlp")
 
 
-class _Unfit(Exception):
+class Unfit(Exception):
     """Why the layer is not fused, from deep inside `bind`."""
 
 
@@ -166,11 +180,11 @@ def refusal(path: str, module: Any, expected: str = "", capturing: bool = False)
     return None
 
 
-def _child(layer: nn.Module, path: str, expected: str, capturing: bool = False) -> Child:
+def child_of(layer: nn.Module, path: str, expected: str, capturing: bool = False) -> Child:
     parent, name = _owner(layer, path)
     module = (layer if parent is None else parent)._modules.get(name)
     if reason := refusal(path, module, expected, capturing):
-        raise _Unfit(reason)
+        raise Unfit(reason)
     assert module is not None
     hooks = _hooks(module)
     ids = tuple(key for group in hooks for key in group)
@@ -227,24 +241,19 @@ def bind(layer: nn.Module, spec: LayerSpec) -> Binding | str:
     """Read the layer: its numerics, its parameters, and what must stay as it is for them to be right; or why it is not fused."""
     try:
         return _bind(layer, spec)
-    except _Unfit as unfit:
+    except Unfit as unfit:
         return str(unfit)
 
 
 def _bind(layer: nn.Module, spec: LayerSpec) -> Binding:
-    facts: list[tuple[nn.Module | None, str, Any]] = []
-
-    def fact(path: str) -> Any:
-        value = _at(layer, path)
-        facts.append((*_owner(layer, path), value))
-        return value
-
+    facts: list[Fact] = []
+    fact = reader(layer, facts)
     sparse = sparse_of(layer, spec)
     options = {name: getattr(spec, name) for name in _OPTIONS}
     options |= {"mlp": "mixture"} if sparse else {}
     for path, (field, values) in spec.switches.items():
         options[field] = values[bool(fact(path))]
-    children = [_child(layer, path, f"{spec.home}.{name}", path == spec.attention)
+    children = [child_of(layer, path, f"{spec.home}.{name}", path == spec.attention)
                 for path, name in _parts(spec, sparse).items()]  # fmt: skip
     norm_class = spec.norm_class if "." in spec.norm_class else f"{spec.home}.{spec.norm_class}"
     # A parallel layer whose branches share one norm does not look at the other, which it may have from before.
@@ -252,33 +261,33 @@ def _bind(layer: nn.Module, spec: LayerSpec) -> Binding:
              if not (options["residual"] == "parallel" and n == "mlp_norm" and spec.shared_norm)}  # fmt: skip
     modules: dict[str, nn.Module] = {}
     for name in [n for n in spec.first_lacks if type(_at(layer, norms[n])) is nn.Identity]:
-        children.append(_child(layer, norms.pop(name), _IDENTITY))
+        children.append(child_of(layer, norms.pop(name), _IDENTITY))
     heads = ("q_norm", "k_norm") if options["qk_norm"] else ()
     places = {**norms, **{n: f"{spec.attention}.{getattr(spec, n)}" for n in heads}}
     for name, path in places.items():
-        children.append(_child(layer, path, norm_class))
+        children.append(child_of(layer, path, norm_class))
         modules[name] = children[-1].module
     own: dict[str, nn.Module] = {}
     for name, path in spec.linears.items():
         if sparse and name in ("gate", "up", "down"):
             continue
         if _dotted(_at(layer, path)) == _ADAPTER:
-            children.append(_child(layer, path, _ADAPTER))
+            children.append(child_of(layer, path, _ADAPTER))
             own[name], path = children[-1].module, path + ".base_layer"
-        children.append(_child(layer, path, spec.linear_class))
+        children.append(child_of(layer, path, spec.linear_class))
         modules[name] = children[-1].module
     activations: list[tuple[Any, str]] = []
     if not sparse:
-        children.append(_child(layer, spec.activation, ""))
+        children.append(child_of(layer, spec.activation, ""))
         activations.append((children[-1].module, activation_of(children[-1].module) or ""))
     attention, dropouts = _at(layer, spec.attention), []
     for path in (*spec.dropouts, *(sparse.noises if sparse else ())):
         owner, name = _owner(layer, path)
         if isinstance(_at(layer, path), nn.Module):
             if type(_at(layer, path)) is nn.Identity:  # for a rate of 0
-                children.append(_child(layer, path, _IDENTITY))
+                children.append(child_of(layer, path, _IDENTITY))
                 continue
-            children.append(_child(layer, path, "torch.nn.modules.dropout.Dropout"))
+            children.append(child_of(layer, path, "torch.nn.modules.dropout.Dropout"))
             # Attention takes the rate of its module and asks itself whether it is in training.
             module = children[-1].module
             readers = (module, attention) if path.rpartition(".")[0] == spec.attention else (module,)
@@ -287,7 +296,7 @@ def _bind(layer: nn.Module, spec: LayerSpec) -> Binding:
             holder = layer if owner is None else owner
             dropouts.append((holder, holder, name, path))
     if reason := unsupported(layer, spec):
-        raise _Unfit(reason)
+        raise Unfit(reason)
 
     slots = _slots(modules)
     if spec.sinks:
@@ -296,21 +305,21 @@ def _bind(layer: nn.Module, spec: LayerSpec) -> Binding:
     for path in spec.refused:
         fact(path)
     if own.keys() & {"q", "k", "v"} and any(p.dim() > 1 for p in (slots[n][2] for n in heads) if p is not None):
-        raise _Unfit("an adapter before norms with weights for every head")
+        raise Unfit("an adapter before norms with weights for every head")
     weights = BlockWeights(**{name: slot[2] for name, slot in slots.items()})  # type: ignore[arg-type]
     for path in places.values():
         fact(f"{path}.{spec.eps}")
     numbers = _sizes(weights, fact(f"{spec.attention}.{spec.head_dim}"), options, spec)
     groups = fact(f"{spec.attention}.num_key_value_groups") if hasattr(attention, "num_key_value_groups") else 1
     if numbers["heads"] // numbers["kv_heads"] != groups:
-        raise _Unfit(f"{numbers['heads']} heads over {numbers['kv_heads']} key/value heads, but num_key_value_groups={groups}")
+        raise Unfit(f"{numbers['heads']} heads over {numbers['kv_heads']} key/value heads, but num_key_value_groups={groups}")
     eps = _at(layer, f"{next(iter(norms.values()))}.{spec.eps}")
     scale = fact(f"{spec.attention}.{spec.scaling}") if spec.scaling else numbers["head_dim"] ** -0.5
     reach = (fact(spec.window) or 0) - 1 if spec.window else -1
     mixture: Mixture | None = None
-    places_of: list[_Slot] = []
+    places_of: list[Slot] = []
     if sparse:
-        mixture, places_of = _bind_sparse(layer, spec, sparse, numbers["hidden"], fact, children, activations)
+        mixture, places_of = bind_sparse(layer, spec, sparse, numbers["hidden"], fact, children, activations)
         shared = "" if not sparse.shared else "gated" if sparse.shared_gate else "plain"
         numbers |= {"experts": mixture.weights.router.shape[0], "top_k": mixture.spec.router.top_k, "shared": shared}
     block = BlockSpec(
@@ -325,20 +334,28 @@ def _bind(layer: nn.Module, spec: LayerSpec) -> Binding:
                    tuple(dropouts), spec.partial, own, kept, mixture)  # fmt: skip
 
 
-_Slot = tuple[dict[str, Any], str, Tensor | None]
+def reader(layer: nn.Module, facts: list[Fact]) -> Callable[[str], Any]:
+    """A function that reads the attribute at a path, and notes what it was."""
+
+    def fact(path: str) -> Any:
+        value = _at(layer, path)
+        facts.append((*_owner(layer, path), value))
+        return value
+
+    return fact
 
 
 def _plain(tensor: Any, path: str) -> Tensor:
     if type(tensor) not in (*PLAIN_TENSORS, nn.Buffer):  # as which torch.compile sees a buffer
-        raise _Unfit(f"{path} is {'no parameter' if tensor is None else f'a {type_name(tensor)}'}")
+        raise Unfit(f"{path} is {'no parameter' if tensor is None else f'a {type_name(tensor)}'}")
     return tensor  # type: ignore[no-any-return]
 
 
-def _bind_sparse(layer: nn.Module, spec: LayerSpec, sparse: Sparse, hidden: int, fact: Callable[[str], Any],
-                 children: list[Child], activations: list[tuple[Any, str]]) -> tuple[Mixture, list[_Slot]]:  # fmt: skip
+def bind_sparse(layer: nn.Module, spec: LayerSpec | MixtureSpec, sparse: Sparse, hidden: int, fact: Callable[[str], Any],
+                 children: list[Child], activations: list[tuple[Any, str]]) -> tuple[Mixture, list[Slot]]:  # fmt: skip
     """The mixture, and the places of its parameters. Appends what must stay as it is to children and activations."""
     entry, experts = ROUTERS[spec.family], _at(layer, sparse.experts)
-    children.append(_child(layer, sparse.router, f"{spec.home}.{entry.layer_class}", capturing=True))
+    children.append(child_of(layer, sparse.router, f"{spec.home}.{entry.layer_class}", capturing=True))
     router = children[-1].module
     numbers = (*entry.live.values(), *(entry.ungrouped[:1] if entry.ungrouped else ()))
     for path in (*(f"{sparse.router}.{name}" for name in numbers),
@@ -346,21 +363,21 @@ def _bind_sparse(layer: nn.Module, spec: LayerSpec, sparse: Sparse, hidden: int,
                                                            "_apply_gate", "alpha", "limit"))):  # fmt: skip
         fact(path)
     if (how := fact(f"{sparse.experts}.config._experts_implementation")) not in COMPUTING:
-        raise _Unfit(f"experts implementation {how!r}")
+        raise Unfit(f"experts implementation {how!r}")
     gate = read_gate(experts)
     if isinstance(gate, str):
-        raise _Unfit(f"{sparse.experts}: {gate}")
-    slots: dict[str, _Slot] = {}
+        raise Unfit(f"{sparse.experts}: {gate}")
+    slots: dict[str, Slot] = {}
 
     def put(name: str, holder: dict[str, Any], leaf: str, path: str) -> None:
         slots[name] = (holder, leaf, _plain(holder.get(leaf), f"{path}.{leaf}"))
 
     def activation(path: str) -> str:
-        children.append(_child(layer, path, ""))
+        children.append(child_of(layer, path, ""))
         module = children[-1].module
         activations.append((module, activation_of(module) or ""))
         if not activations[-1][1]:
-            raise _Unfit(f"activation {type_name(module)} has no kernel")
+            raise Unfit(f"activation {type_name(module)} has no kernel")
         return activations[-1][1]
 
     for argument, leaf in entry.tensors.items():
@@ -376,37 +393,37 @@ def _bind_sparse(layer: nn.Module, spec: LayerSpec, sparse: Sparse, hidden: int,
     linears = {f"shared_{n}": f"{sparse.shared}.{n}_proj" for n in ("gate", "up", "down")} if sparse.shared else {}
     linears |= {"shared_router": sparse.shared_gate} if sparse.shared_gate else {}
     for name, path in linears.items():
-        children.append(_child(layer, path, spec.linear_class))
+        children.append(child_of(layer, path, spec.linear_class))
         put(name, children[-1].module._parameters, "weight", path)
         slots[f"{name}_bias"] = (children[-1].module._parameters, "bias", None)
         if children[-1].module._parameters.get("bias") is not None:
-            raise _Unfit(f"{path} has a bias")
+            raise Unfit(f"{path} has a bias")
     if sparse.shared:
         found = replace(found, shared_activation=activation(f"{sparse.shared}.act_fn"))
     weights = MoeWeights(**{name: slot[2] for name, slot in slots.items() if name in MoeWeights._fields})  # type: ignore[arg-type]
     try:
         check_mixture(found, weights, weights.router.new_empty(0, hidden))
     except ValueError as error:
-        raise _Unfit(str(error)) from None
+        raise Unfit(str(error)) from None
     kept = None if torch.compiler.is_compiling() else fixed_mixture(found, weights)
     return Mixture(found, weights, router, kept), [*slots.values()]
 
 
-def _slots(modules: Mapping[str, nn.Module]) -> dict[str, tuple[dict[str, Any], str, Tensor | None]]:
+def _slots(modules: Mapping[str, nn.Module]) -> dict[str, Slot]:
     """Field of BlockWeights -> the place of the parameter. A linear layer's or LayerNorm's bias may be None."""
-    slots: dict[str, tuple[dict[str, Any], str, Tensor | None]] = {}
+    slots: dict[str, Slot] = {}
     for name, module in modules.items():
         weight, bias = (module._parameters.get(n) for n in ("weight", "bias"))
         if not isinstance(weight, Tensor):
-            raise _Unfit(f"a weight of {type(module).__name__} is not a parameter")
+            raise Unfit(f"a weight of {type(module).__name__} is not a parameter")
         if module._parameters.keys() - {"weight", "bias"} or (bias is not None and name in ("q_norm", "k_norm")):
-            raise _Unfit(f"{type(module).__name__} has parameters {', '.join(module._parameters)}")
+            raise Unfit(f"{type(module).__name__} has parameters {', '.join(module._parameters)}")
         slots[name] = (module._parameters, "weight", weight)
         if name + "_bias" in BlockWeights._fields:
             slots[name + "_bias"] = (module._parameters, "bias", bias)
     for tensor in (slot[2] for slot in slots.values()):
         if tensor is not None and type(tensor) not in PLAIN_TENSORS:
-            raise _Unfit(f"a weight is a {type_name(tensor)}")
+            raise Unfit(f"a weight is a {type_name(tensor)}")
     return slots
 
 
@@ -444,14 +461,21 @@ def _sizes(w: BlockWeights, head_dim: int, options: Mapping[str, Any], spec: Lay
             allowed = ((widths[base],),) if name.endswith("_bias") else ((widths[base], inner.get(base, hidden)),)
         found = tuple(tensor.shape) if base.endswith("_norm") else shape(tensor)
         if found not in allowed:
-            raise _Unfit(f"the {name} weight has shape {tuple(tensor.shape)}, expected {' or '.join(map(str, allowed))}")
+            raise Unfit(f"the {name} weight has shape {tuple(tensor.shape)}, expected {' or '.join(map(str, allowed))}")
     if not kv_heads or heads * head_dim != q_width or kv_heads * head_dim != kv_width or heads % kv_heads:
-        raise _Unfit(f"q and k of widths {q_width} and {kv_width} are no groups of heads of head_dim={head_dim}")
+        raise Unfit(f"q and k of widths {q_width} and {kv_width} are no groups of heads of head_dim={head_dim}")
     return {"hidden": hidden, "ffn": ffn, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
 
 
 def is_current(binding: Binding, layer: nn.Module) -> bool:
     """Whether `bind` would give the same binding again. A few microseconds: it is asked at every call."""
+    block, weights = binding.spec, binding.weights
+    rows = weights.o.shape[0 if block.transposed else 1]
+    return unchanged(binding, layer) and rows == block.heads * block.head_dim
+
+
+def unchanged(binding: Binding | BlockBinding, layer: nn.Module) -> bool:
+    """Whether the children, parameters, facts and activations of a binding are what they were."""
     for parent, name, module, cls, hooks, hook_ids, forward, class_forward in binding.children:
         if (layer if parent is None else parent)._modules.get(name) is not module or type(module) is not cls:
             return False
@@ -467,7 +491,4 @@ def is_current(binding: Binding, layer: nn.Module) -> bool:
     for owner, name, value in binding.facts:
         if getattr(layer if owner is None else owner, name, None) != value:
             return False
-    block, weights = binding.spec, binding.weights
-    rows = weights.o.shape[0 if block.transposed else 1]
-    named = all(activation_of(function) == name for function, name in binding.activations)
-    return named and rows == block.heads * block.head_dim
+    return all(activation_of(function) == name for function, name in binding.activations)

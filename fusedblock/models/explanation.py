@@ -11,11 +11,13 @@ from torch import nn
 from .. import blocks
 from ..ops import deterministic, target_of
 from .adapter import OURS, attention_refusal, mask_comes
-from .binding import Binding, bind
+from .alone import bind_block
+from .binding import Binding, BlockBinding, bind
 from .report import Explanation, LayerExplanation
-from .swap import STATE, FusedLayer, decoder_layers, dropouts, falls_back, refusal
+from .swap import STATE, FusedLayer, FusedMixture, decoder_layers, dropouts, expert_blocks, falls_back, refusal
 
 PHASES = ("prefill", "decode", "train")
+_UNFUSED = "not fused; call fusedblock.fuse(model) first"
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ def explain(model: nn.Module, *, batch: int = 1, seq: int | None = None, context
         record = entry.record("fused" if fused else "fallback", "")
         bound: Binding | str = ""
         if entry.spec is None or not fused:
-            reason = refusal(entry.layer, entry.spec) or "not fused; call fusedblock.fuse(model) first"
+            reason = refusal(entry.layer, entry.spec) or _UNFUSED
         else:
             reason = falls_back(entry.layer, entry.spec)
             if not reason:
@@ -111,8 +113,21 @@ def explain(model: nn.Module, *, batch: int = 1, seq: int | None = None, context
             plans = tuple(_plans(bound, asked, target))
             mask = _masked(bound, asked)
         explanations.append(LayerExplanation(record, plans, training, mask))
+    alone = []
+    for found in expert_blocks(model):
+        fused = isinstance(found.layer, FusedMixture)
+        reason = falls_back(found.layer, found.spec) if fused else refusal(found.layer, found.spec) or _UNFUSED
+        block = reason or bind_block(found.layer, found.spec)
+        entered = found.record("fallback" if reason else "fused", reason)
+        if fused:
+            entered = replace(entered, calls=found.layer.__dict__[STATE].calls)
+        made: tuple[tuple[str, blocks.Plan], ...] = ()
+        if isinstance(block, BlockBinding):
+            target = target_of(block.mixture.weights.router.device)
+            made = tuple(_block_plans(block, wanted, target))
+        alone.append(LayerExplanation(entered, made))
     name = "" if target is None else target.name + (", batch_invariant" if target.batch_invariant else "")
-    return Explanation(tuple(explanations), name)
+    return Explanation(tuple(explanations), name, tuple(alone))
 
 
 def _attention(bound: Binding) -> tuple[str, int | None]:
@@ -149,3 +164,11 @@ def _plans(bound: Binding, asked: list[Workload], target: Any) -> Iterator[tuple
             spec, batch=w.batch, seq=w.seq, context=w.keys(window), dtype=dtype, training=w.phase == "train", target=target,
             masked=_mask_comes(bound, w), own=tuple(bound.own), deterministic=deterministic(),
         )  # fmt: skip
+
+
+def _block_plans(bound: BlockBinding, asked: list[Workload], target: Any) -> Iterator[tuple[str, blocks.Plan]]:
+    spec, weights = bound.mixture.spec, bound.mixture.weights
+    dtype, shared = weights.router.dtype, "plain" if weights.shared_gate is not None else ""
+    for w in asked:
+        yield f"{w}, {str(dtype).removeprefix('torch.')}", blocks.plan_mixture(
+            weights.router.shape[0], spec.router.top_k, shared, tokens=w.batch * w.seq, dtype=dtype, target=target)  # fmt: skip

@@ -45,6 +45,12 @@ class LayerRecord:
     dropout: str = ""
 
 
+@dataclass(frozen=True)
+class BlockRecord(LayerRecord):
+    """Likewise of a block of experts that is fused alone, in a layer that is not: name and layer_class are the block's, index the
+    layer's."""
+
+
 def ranges(indices: Iterable[int]) -> str:
     """Of 0, 1, 2, 3, 7: "0-3, 7"."""
     runs: list[list[int]] = []
@@ -68,9 +74,11 @@ def _counts(records: Iterable[LayerRecord]) -> list[str]:
 
 @dataclass(frozen=True)
 class FusionReport:
-    """What `fuse` did to each layer. Prints as a summary, with the calls made until then."""
+    """What `fuse` did to each layer, and to blocks of experts in layers that wait for something else. Prints as a summary, with
+    the calls made until then."""
 
     layers: tuple[LayerRecord, ...]
+    blocks: tuple[BlockRecord, ...] = ()
 
     def having(self, *status: str) -> tuple[LayerRecord, ...]:
         """The layers of these statuses."""
@@ -82,34 +90,45 @@ class FusionReport:
         return len(self.having("fused", "already fused"))
 
     @property
+    def fused_blocks(self) -> int:
+        """Blocks of experts that are fused alone now."""
+        return sum(record.status in ("fused", "already fused") for record in self.blocks)
+
+    @property
+    def records(self) -> tuple[LayerRecord, ...]:
+        """Of layers, then of blocks."""
+        return (*self.layers, *self.blocks)
+
+    @property
     def fused_calls(self) -> int:
-        """Calls of any layer that ran the kernels, until now."""
-        return sum(record.calls.fused for record in self.layers)
+        """Calls of any layer or block that ran the kernels, until now."""
+        return sum(record.calls.fused for record in self.records)
 
     @property
     def fallback_calls(self) -> int:
-        """Calls of any layer that ran the original forward, until now."""
+        """Calls of any layer or block that ran the original forward, until now."""
         return sum(self.fallbacks.values())
 
     @property
     def fallbacks(self) -> Counter[str]:
-        """Reason -> calls of any layer that ran the original forward for it."""
+        """Reason -> calls of any layer or block that ran the original forward for it."""
         found: Counter[str] = Counter()
-        for record in self.layers:
+        for record in self.records:
             found.update(record.calls.fallbacks)
         return found
 
     def __str__(self) -> str:
-        lines = [f"{self.fused} of {len(self.layers)} layers fused"]
+        alone = f", and {self.fused_blocks} of {len(self.blocks)} blocks of experts alone" if self.blocks else ""
+        lines = [f"{self.fused} of {len(self.layers)} layers fused{alone}"]
         groups: dict[tuple[str, str, str, str], list[int]] = {}
-        for record in self.layers:
+        for record in self.records:
             groups.setdefault((record.layer_class, record.status, record.reason, record.dropout), []).append(record.index)
         for (layer_class, status, reason, dropout), indices in groups.items():
             why = f", {'but ' if 'fused' in status else ''}{reason}" if reason else ""
             lines.append(f"  {layer_class} {ranges(indices)}: {status}{why}")
             if dropout:
                 lines.append(f"    training calls run the original forward: {dropout}")
-        lines += [f"  {line}" for line in _counts(self.layers)]
+        lines += [f"  {line}" for line in _counts(self.records)]
         return "\n".join(lines)
 
 
@@ -133,10 +152,11 @@ class Explanation:
 
     layers: tuple[LayerExplanation, ...]
     target: str  # the GPU that the plans are for
+    blocks: tuple[LayerExplanation, ...] = ()  # of experts, that are fused alone
 
     def __str__(self) -> str:
         groups: dict[tuple[str, str, str, str, tuple[tuple[str, Plan], ...]], list[LayerRecord]] = {}
-        for layer in self.layers:
+        for layer in (*self.layers, *self.blocks):
             key = (layer.record.layer_class, layer.record.reason, layer.training, layer.mask, layer.plans)
             groups.setdefault(key, []).append(layer.record)
         lines = []
@@ -149,8 +169,9 @@ class Explanation:
             if mask:
                 lines.append(f"  {mask}")
             for workload, plan in plans:
-                cache = "; the cache's own update is not counted" if workload.startswith("decode") else ""
-                lines.append(f"  {workload}: {plan.kernels} launches a layer's forward on {self.target}{cache}")
+                what = "block" if isinstance(records[0], BlockRecord) else "layer"
+                cache = "; the cache's own update is not counted" if workload.startswith("decode") and what == "layer" else ""
+                lines.append(f"  {workload}: {plan.kernels} launches a {what}'s forward on {self.target}{cache}")
                 lines += [f"    {line}" for line in str(plan).splitlines()]
             if any(record.calls.fused or record.calls.fallbacks for record in records):
                 lines += [f"  {line}" for line in _counts(records)]

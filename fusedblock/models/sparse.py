@@ -21,17 +21,17 @@ class Mixture:
     router: nn.Module
     kept: Fixed | None  # None while torch.compile traces
 
-    def __call__(self, y: Tensor, residual: Tensor) -> Tensor:
-        """residual and y `batch seq hidden` through router, experts and shared expert, in y's dtype."""
+    def __call__(self, y: Tensor, residual: Tensor | None = None) -> Tensor:
+        """y `... hidden` through router, experts and shared expert, in y's dtype, and the residual, like y but for its dtype."""
         weights, kept = self.weights, self.kept
         if weights.router.dtype is not y.dtype:  # autocast, under which transformers' products are of y's dtype as well
             kept, weights = None, _cast(weights, y.dtype)
-        add = residual if residual.dtype is y.dtype else None
+        add = residual if residual is not None and residual.dtype is y.dtype else None
         mixed = blocks.mixture(self.spec, weights, y, residual=add, kept=kept)
         # The router's own forward does not run. Of hooks on it there are none but transformers', which record what it says.
         for hook in self.router._forward_hooks.values():
             hook(self.router, (y,), (mixed.logits, mixed.weights, mixed.indices))
-        return mixed.out if add is not None else residual + mixed.out
+        return mixed.out if residual is None or add is not None else residual + mixed.out
 
 
 def _cast(w: MoeWeights, dtype: torch.dtype) -> MoeWeights:

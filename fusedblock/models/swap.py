@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import blocks
-from . import adapter, table
-from .binding import Binding, bind, classes, is_bound, is_current, patched, unsupported
+from . import adapter, alone, table
+from .binding import Binding, BlockBinding, bind, classes, is_bound, is_current, patched, unchanged, unsupported
 from .interface import register_if_loaded
-from .report import Calls, FusionReport, LayerRecord, ranges
+from .report import BlockRecord, Calls, FusionReport, LayerRecord, ranges
 
 STATE = "_fusedblock"
 
@@ -35,56 +35,39 @@ class _State:
         self.name, self.index = name, index
         self.saved = saved or {}  # instance attributes that the swap replaced
         self.calls = Calls()
-        self.binding: Binding | None = None
+        self.binding: Any = None
 
     def __reduce__(self) -> tuple[Any, ...]:  # copies count for themselves and bind to their own parameters
         return _State, (self.name, self.index)
 
 
-class FusedLayer(nn.Module):
-    """Mixin in front of an original layer class. Each call runs fused, or falls back to the original forward."""
+class _Fused(nn.Module):
+    """Mixin in front of an original class. Each call runs fused, or falls back to the original forward."""
 
     _fusedblock_original: type[nn.Module]
-    _fusedblock_spec: table.LayerSpec
-    _fusedblock_arguments: tuple[str, ...]  # after hidden_states, when given by position
-    _fusedblock_cache_names: tuple[str, ...]
-    _fusedblock_collector: Any
+    _fusedblock_spec: Any
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        named = kwargs if not args else {**dict(zip(self._fusedblock_arguments, args)), **kwargs}
-        if len(named) < len(args) + len(kwargs):  # too many, or one given twice: python's own error
-            return super().forward(hidden_states, *args, **kwargs)
-        call = self._fusedblock_call(hidden_states, named)
-        compiling = torch.compiler.is_compiling()
-        if isinstance(call, str):
-            if not compiling:
-                self.__dict__[STATE].calls.fallbacks[call] += 1
-            return super().forward(hidden_states, *args, **kwargs)
-        if not compiling:
-            self.__dict__[STATE].calls.fused += 1
-        return blocks.forward(
-            call.spec, call.weights, hidden_states, call.cos, call.sin, mask=call.mask, causal=call.causal,
-            windowed=call.windowed, cu_seqlens=call.cu_seqlens, update=call.update, compute_dtype=call.compute_dtype,
-            own=call.own, kept=call.kept, slots=call.slots, mlp=call.mlp,
-        )  # fmt: skip
-
-    def _fusedblock_call(self, hidden_states: Tensor, arguments: dict[str, Any]) -> adapter.Call | str:
-        """The fused call for these arguments, or why there is none."""
-        bound: Binding | str
+    def _fusedblock_bound(self, read: Any, current: Any) -> Any:
+        """read(self, spec), remembered while current(it, self) says so."""
         if torch.compiler.is_compiling():
-            # Traced anew, so that the graph is guarded by the layer itself and not by what was remembered of it.
-            bound = bind(self, self._fusedblock_spec)
+            # Traced anew, so that the graph is guarded by the module itself and not by what was remembered of it.
+            return read(self, self._fusedblock_spec)
+        state = self.__dict__[STATE]
+        known = state.binding
+        if known is not None and current(known, self):
+            return known
+        bound = read(self, self._fusedblock_spec)
+        state.binding = None if isinstance(bound, str) else bound
+        return bound
+
+    def _fusedblock_count(self, fallback: str = "") -> None:
+        if torch.compiler.is_compiling():
+            return
+        calls = self.__dict__[STATE].calls
+        if fallback:
+            calls.fallbacks[fallback] += 1
         else:
-            state = self.__dict__[STATE]
-            known = state.binding
-            if known is not None and is_current(known, self):
-                bound = known
-            else:
-                bound = bind(self, self._fusedblock_spec)
-                state.binding = None if isinstance(bound, str) else bound
-        if isinstance(bound, str):
-            return bound
-        return adapter.prepare(bound, hidden_states, arguments, self._fusedblock_cache_names, self._fusedblock_collector)
+            calls.fused += 1
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles name the original class, which can be imported, and are fused again when they are made."""
@@ -95,6 +78,54 @@ class FusedLayer(nn.Module):
         return _rebuild, (self._fusedblock_original, state.name, state.index), attributes
 
 
+class FusedLayer(_Fused):
+    """Of a layer."""
+
+    _fusedblock_spec: table.LayerSpec
+    _fusedblock_arguments: tuple[str, ...]  # after hidden_states, when given by position
+    _fusedblock_cache_names: tuple[str, ...]
+    _fusedblock_collector: Any
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        named = kwargs if not args else {**dict(zip(self._fusedblock_arguments, args)), **kwargs}
+        if len(named) < len(args) + len(kwargs):  # too many, or one given twice: python's own error
+            return super().forward(hidden_states, *args, **kwargs)
+        call = self._fusedblock_call(hidden_states, named)
+        if isinstance(call, str):
+            self._fusedblock_count(call)
+            return super().forward(hidden_states, *args, **kwargs)
+        self._fusedblock_count()
+        return blocks.forward(
+            call.spec, call.weights, hidden_states, call.cos, call.sin, mask=call.mask, causal=call.causal,
+            windowed=call.windowed, cu_seqlens=call.cu_seqlens, update=call.update, compute_dtype=call.compute_dtype,
+            own=call.own, kept=call.kept, slots=call.slots, mlp=call.mlp,
+        )  # fmt: skip
+
+    def _fusedblock_call(self, hidden_states: Tensor, arguments: dict[str, Any]) -> adapter.Call | str:
+        """The fused call for these arguments, or why there is none."""
+        bound: Binding | str = self._fusedblock_bound(bind, is_current)
+        if isinstance(bound, str):
+            return bound
+        return adapter.prepare(bound, hidden_states, arguments, self._fusedblock_cache_names, self._fusedblock_collector)
+
+
+class FusedMixture(_Fused):
+    """Of a block of experts in a layer that is not fused."""
+
+    _fusedblock_spec: table.MixtureSpec
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:  # the original takes none: python's own error
+            return super().forward(hidden_states, *args, **kwargs)
+        bound: BlockBinding | str = self._fusedblock_bound(alone.bind_block, unchanged)
+        compute, why = (None, bound) if isinstance(bound, str) else alone.prepare(bound, hidden_states)
+        if why or isinstance(bound, str):
+            self._fusedblock_count(why)
+            return super().forward(hidden_states)
+        self._fusedblock_count()
+        return bound.mixture(hidden_states.to(compute or hidden_states.dtype)).to(hidden_states.dtype)
+
+
 def _rebuild(original: type[nn.Module], name: str, index: int) -> nn.Module:
     layer = original.__new__(original)
     layer.__dict__[STATE] = _State(name, index)
@@ -102,28 +133,32 @@ def _rebuild(original: type[nn.Module], name: str, index: int) -> nn.Module:
     return layer
 
 
-_classes: dict[type, type[FusedLayer]] = {}
+_classes: dict[type, type[_Fused]] = {}
 
 
-def _fused_class(original: type[nn.Module]) -> type[FusedLayer]:
+def _fused_class(original: type[nn.Module]) -> type[_Fused]:
     """The subclass of `original` that runs fused; one for each class."""
     if original in _classes:
         return _classes[original]
-    known = table.known_class(original)
-    if known is None:
-        raise ValueError(f"{original.__name__} is not supported, {table.supported()}")
-    names = adapter.signature_names(original)
-    try:
-        capturing = importlib.import_module("transformers.utils.output_capturing")
-    except ImportError:
-        capturing = None
-    namespace = {
+    namespace: dict[str, Any] = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         "_fusedblock_original": original,
+    }
+    if block := table.known_block(original):
+        namespace["_fusedblock_spec"] = table.BLOCKS[block.__name__]
+        return _classes.setdefault(original, type(original.__name__, (FusedMixture, original), namespace))
+    known = table.known_class(original)
+    if known is None:
+        raise ValueError(f"{original.__name__} is not supported, {table.supported()}")
+    try:
+        capturing = importlib.import_module("transformers.utils.output_capturing")
+    except ImportError:
+        capturing = None
+    namespace |= {
         "_fusedblock_spec": table.SPECS[known.__name__],
-        "_fusedblock_arguments": names,
+        "_fusedblock_arguments": adapter.signature_names(original),
         "_fusedblock_cache_names": adapter.cache_names(original),
         "_fusedblock_collector": getattr(capturing, "_active_collector", None),
     }
@@ -148,6 +183,19 @@ class _Found:
         return LayerRecord(self.name, self.index, type(self.layer).__name__, status, reason)
 
 
+@dataclass(frozen=True)
+class _FoundBlock:
+    """A block of experts that is fused alone; the index is its layer's."""
+
+    name: str
+    index: int
+    layer: nn.Module
+    spec: table.MixtureSpec
+
+    def record(self, status: str, reason: str) -> BlockRecord:
+        return BlockRecord(self.name, self.index, type(self.layer).__name__, status, reason)
+
+
 def decoder_layers(model: nn.Module) -> list[_Found]:
     """The model's layers, supported or not, in order. Raises ValueError naming the classes seen if none is supported."""
     if not isinstance(model, nn.Module):
@@ -162,7 +210,7 @@ def decoder_layers(model: nn.Module) -> list[_Found]:
             tail = name.rpartition(".")[2]
             spec = table.SPECS[known.__name__] if known else None
             found.append(_Found(name, int(tail) if tail.isdecimal() else len(found), module, spec))
-    if not any(layer.spec or table.waiting(type(layer.layer)) for layer in found):
+    if not any(layer.spec or table.waiting(type(layer.layer)) for layer in found) and not expert_blocks(model):
         seen.update(type(layer.layer).__name__ for layer in found)
         raise ValueError(
             f"{type(model).__name__} has no layer that can be fused: its layers are {', '.join(sorted(seen)) or 'none'}; "
@@ -171,32 +219,42 @@ def decoder_layers(model: nn.Module) -> list[_Found]:
     return found
 
 
-def refusal(layer: nn.Module, spec: table.LayerSpec | None) -> str:
-    """Why the layer's class is not swapped, or an empty string."""
+def expert_blocks(model: nn.Module) -> list[_FoundBlock]:
+    """The model's blocks of experts that are fused alone, in order, with the indices of their layers."""
+    found: list[_FoundBlock] = []
+    for name, module in model.named_modules():
+        if known := table.known_block(type(module)):
+            index = next((int(part) for part in reversed(name.split(".")) if part.isdecimal()), len(found))
+            found.append(_FoundBlock(name, index, module, table.BLOCKS[known.__name__]))
+    return found
+
+
+def refusal(layer: nn.Module, spec: table.LayerSpec | table.MixtureSpec | None) -> str:
+    """Why the class of the layer, or of the block of experts, is not swapped, or an empty string."""
     cls = type(layer)
-    known = table.known_class(cls)
+    known = table.known_block(cls) if isinstance(spec, table.MixtureSpec) else table.known_class(cls)
     if spec is None or known is None:
         return table.waiting(cls) or f"{cls.__name__} is not supported"
     if inspect.unwrap(cls.forward) is not inspect.unwrap(known.forward):  # type: ignore[attr-defined]
         return f"{cls.__name__} overrides the forward of {known.__name__}"
-    for part in (known, *classes(layer, spec)):
+    for part in (known, *(alone.parts(layer, spec) if isinstance(spec, table.MixtureSpec) else classes(layer, spec))):
         if reason := patched(part):
             return reason
     forward = layer.__dict__.get("forward")
     hooked = "_hf_hook" in layer.__dict__ and is_bound(layer.__dict__.get("_old_forward"), layer, cls.forward)
     if forward is not None and not hooked and not is_bound(forward, layer, cls.forward):
         return "an instance attribute 'forward' would shadow the fused one"
-    return unsupported(layer, spec) or ""
+    return "" if isinstance(spec, table.MixtureSpec) else unsupported(layer, spec) or ""
 
 
-def falls_back(layer: nn.Module, spec: table.LayerSpec) -> str:
-    """Why calls of the layer would fall back as it is now, whatever their arguments; or an empty string."""
-    binding = bind(layer, spec)
+def falls_back(layer: nn.Module, spec: table.LayerSpec | table.MixtureSpec) -> str:
+    """Why calls of the layer, or block, would fall back as it is now, whatever their arguments; or an empty string."""
+    binding = alone.bind_block(layer, spec) if isinstance(spec, table.MixtureSpec) else bind(layer, spec)
     if isinstance(binding, str):
         # FSDP2 shows shards between calls and gathers the weights before a forward.
         sharded = any(base.__name__ == "FSDPModule" for base in type(layer).__mro__) and binding.endswith(".DTensor")
         return "" if sharded else binding
-    shadowed = isinstance(layer, FusedLayer) and "forward" in layer.__dict__ and "_hf_hook" not in layer.__dict__
+    shadowed = isinstance(layer, _Fused) and "forward" in layer.__dict__ and "_hf_hook" not in layer.__dict__
     return "an instance attribute 'forward' shadows the fused one" if shadowed else ""
 
 
@@ -215,16 +273,18 @@ def fuse(model: nn.Module, *, strict: bool = False, layers: Iterable[int] | None
     arithmetic is that of transformers' layer, but rows that may attend to nothing (padding) give 0. Of rotary tables whose
     halves are equal in every rotary module of transformers' family, the first half is read. A layer with experts runs ours
     whatever the model's experts_implementation, and tells transformers' hooks what its router says: router_logits and auxiliary
-    losses are there.
+    losses are there. Of layers that wait for latent attention (DeepSeek V2 and V3) the blocks of experts are fused alone: router,
+    experts and shared expert.
 
     Args:
         model: any module that contains layers of a supported family (`fusedblock families`), or one such layer.
         strict: raise instead of leaving any layer, selected by `layers`, to its original forward. Not for a dropout rate above 0,
             of which the report has a note: only calls in training run the original forward for it.
-        layers: indices, in the list that holds them, of the layers to fuse; None: all.
+        layers: indices, in the list that holds them, of the layers to fuse, or to fuse the experts of; None: all.
 
-    Returns a FusionReport with one LayerRecord for each layer. Raises ValueError, with nothing changed, if the model
-    has no supported layer, `layers` names one that it does not have, or a layer cannot be fused under strict.
+    Returns a FusionReport with one LayerRecord for each layer, and a BlockRecord for each block of experts that is fused alone.
+    Raises ValueError, with nothing changed, if the model has no supported layer, `layers` names one that it does not have, or a
+    layer cannot be fused under strict.
     """
     found = decoder_layers(model)
     register_if_loaded()
@@ -232,15 +292,16 @@ def fuse(model: nn.Module, *, strict: bool = False, layers: Iterable[int] | None
         layers = layers if isinstance(layers, (int, str)) else tuple(layers)
         if not isinstance(layers, tuple) or not all(isinstance(n, int) for n in layers):
             raise TypeError(f"fuse: layers is {layers!r}, expected an iterable of int")
-    present = {layer.index for layer in found if layer.spec}
+    entries: list[_Found | _FoundBlock] = [*found, *expert_blocks(model)]
+    present = {entry.index for entry in entries if entry.spec}
     wanted = present if layers is None else set(layers)
     if not wanted <= present:
         raise ValueError(
             f"fuse: layers has {ranges(wanted - present)}, but the layers of {type(model).__name__} are {ranges(present)}"
         )
     records = []
-    for entry in found:
-        if entry.spec is not None and isinstance(entry.layer, FusedLayer):
+    for entry in entries:
+        if entry.spec is not None and isinstance(entry.layer, _Fused):
             record = entry.record("already fused", falls_back(entry.layer, entry.spec))
             record = replace(record, calls=entry.layer.__dict__[STATE].calls)
         elif entry.spec is not None and entry.index not in wanted:
@@ -250,16 +311,17 @@ def fuse(model: nn.Module, *, strict: bool = False, layers: Iterable[int] | None
         else:
             assert entry.spec is not None
             record = entry.record("fused", falls_back(entry.layer, entry.spec))
-        if entry.spec is not None and record.status in ("fused", "already fused"):
+        if isinstance(entry.spec, table.LayerSpec) and record.status in ("fused", "already fused"):
             record = replace(record, dropout=dropouts(entry.layer, entry.spec))
         records.append(record)
     failed = [f"  {r.name or r.layer_class}: {r.reason}" for r in records if r.reason and r.status != "skipped"]
     if strict and failed:
-        raise ValueError(f"fuse: {len(failed)} of {len(found)} layers cannot be fused\n" + "\n".join(failed))
-    for entry, record in zip(found, records):
+        what = "layers" if len(entries) == len(found) else "layers and blocks of experts"
+        raise ValueError(f"fuse: {len(failed)} of {len(entries)} {what} cannot be fused\n" + "\n".join(failed))
+    for entry, record in zip(entries, records):
         if record.status == "fused":
             _swap(entry.layer, record)
-    return FusionReport(tuple(records))
+    return FusionReport(tuple(records[: len(found)]), tuple(r for r in records[len(found) :] if isinstance(r, BlockRecord)))
 
 
 def _swap(layer: nn.Module, record: LayerRecord) -> None:
@@ -279,13 +341,13 @@ def _swap(layer: nn.Module, record: LayerRecord) -> None:
 
 
 def unfuse(model: nn.Module) -> int:
-    """Give every fused layer of the model its original class back. Returns how many there were.
+    """Give every fused layer and block of the model its original class back. Returns how many there were.
 
     Raises RuntimeError, with nothing changed, if a layer's class was replaced after fuse (FSDP2 does that): undo that first.
     """
     fused = []
     for name, module in model.named_modules():
-        if not isinstance(module, FusedLayer):
+        if not isinstance(module, _Fused):
             continue
         if not _is_fused(module):
             raise RuntimeError(
@@ -298,7 +360,7 @@ def unfuse(model: nn.Module) -> int:
     return len(fused)
 
 
-def _restore(layer: FusedLayer) -> None:
+def _restore(layer: _Fused) -> None:
     fused, original = type(layer), layer._fusedblock_original
     attributes = layer.__dict__
     saved = attributes.pop(STATE).saved

@@ -39,6 +39,22 @@ class Sparse:
 
 
 @dataclass(frozen=True)
+class MixtureSpec:
+    """The block of experts of a layer that waits for a kernel: the block is fused alone. Paths in sparse start at the block, of
+    whose own class its `classes` say nothing. The rest is as in LayerSpec."""
+
+    family: str
+    block_class: str
+    sparse: Sparse
+    linear_class: str = "torch.nn.modules.linear.Linear"
+
+    @property
+    def home(self) -> str:
+        """The module of transformers that defines the block."""
+        return f"transformers.models.{self.family}.modeling_{self.family}"
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """Paths and numerics of one layer class. The options are those of fusedblock.blocks.BlockSpec.
 
@@ -378,9 +394,24 @@ WAITING = {
 }
 
 
+def _block(family: str, name: str, block: str) -> MixtureSpec:
+    parts = {"experts": f"{name}Experts", "shared_experts": f"{name}MLP"}
+    return MixtureSpec(family, name + block, Sparse(parts, "gate", "experts", "shared_experts"))
+
+
+# Blocks of experts in them that do not: class -> where it keeps its parts.
+BLOCKS = {spec.block_class: spec for spec in (
+    _block("deepseek_v2", "DeepseekV2", "Moe"), _block("deepseek_v3", "DeepseekV3", "MoE"))}  # fmt: skip
+
+
 def known_class(cls: type) -> type | None:
     """The class of the MRO that has an entry. Wrappers such as FSDP2's put a class of another name in front of it."""
     return next((b for b in cls.__mro__ if b.__name__ in SPECS and b.__module__ == SPECS[b.__name__].home), None)
+
+
+def known_block(cls: type) -> type | None:
+    """Likewise of the blocks of experts that are fused alone."""
+    return next((b for b in cls.__mro__ if b.__name__ in BLOCKS and b.__module__ == BLOCKS[b.__name__].home), None)
 
 
 def waiting(cls: type) -> str:
