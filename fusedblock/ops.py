@@ -39,7 +39,7 @@ from fusedblock.kernels._launch import replays, runs_kernels
 from fusedblock.kernels._math import check_activation, plain_activate
 from fusedblock.kernels._moe import CLAMPED, check_gate, choose_tile_rows, form
 from fusedblock.kernels._replay import Fixed, replayed
-from fusedblock.kernels._router import RouterSpec
+from fusedblock.kernels._router import RouterSpec, check_router
 from fusedblock.kernels._spec import Cost, Op, ShapeError
 from fusedblock.kernels._target import Target, override, target_of
 from fusedblock.kernels.decode_attention import Problem as DecodeProblem
@@ -51,10 +51,11 @@ from fusedblock.options import current, under
 
 __all__ = [
     "CLAMPED", "COSTS", "OPS", "Choice", "Composite", "DecodeProblem", "Fixed", "RouterSpec", "ShapeError", "Skeleton", "Target",
-    "attention_args", "call_attention", "check_activation", "check_gate", "choose", "choose_tile_rows", "batch_invariant",
-    "decode_launches", "define", "define_composite", "deterministic", "direct", "dispatched", "empty", "fits_slots", "form",
-    "gated_mlp", "layer_norm", "linear", "moe_experts", "moe_index", "moe_route", "normalise_mask", "plain_activate", "plain_mlp",
-    "refuse_gradients", "qkv_rope", "rms_norm", "rope", "route_launches", "skeleton", "store_slots", "target_of", "wants_grad",
+    "attention_args", "call_attention", "check_activation", "check_gate", "check_router", "choose", "choose_tile_rows",
+    "batch_invariant", "decode_launches", "define", "define_composite", "deterministic", "direct", "dispatched", "empty",
+    "fits_slots", "form", "gated_mlp", "layer_norm", "linear", "moe_experts", "moe_index", "moe_route", "normalise_mask",
+    "plain_activate", "plain_mlp", "refuse_gradients", "qkv_rope", "rms_norm", "rope", "route_launches", "skeleton",
+    "store_slots", "target_of", "wants_grad",
 ]  # fmt: skip
 
 

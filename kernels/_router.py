@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ._spec import DTYPES, accumulate_dtype
+from ._moe_index import MAX_EXPERTS
+from ._spec import DTYPES, ShapeError, accumulate_dtype
 
 SCORINGS = ("softmax", "sigmoid", "softmax_chosen")
 GROUP_SCORES = ("max", "top2")
@@ -40,7 +41,9 @@ class RouterSpec:
 
 
 def check_router(op: str, args: Mapping[str, Any], experts: int) -> None:
-    """Raises ValueError naming the number that does not fit `experts` or the others."""
+    """Raises ValueError naming the number that does not fit `experts` or the others, ShapeError for experts no index takes."""
+    if not 1 <= experts <= MAX_EXPERTS:
+        raise ShapeError(f"{op}: experts={experts}, expected 1 to {MAX_EXPERTS}")
     top_k, groups, topk_groups = args["top_k"], args["groups"], args["topk_groups"]
     for name, known in (("scoring", SCORINGS), ("group_score", GROUP_SCORES)):
         if args[name] not in known:

@@ -194,6 +194,8 @@ REASONS = [
      "experts implementation 'mine'"),
     ("glm4_moe", {}, _set("mlp.gate.routed_scaling_factor", 0.25), ""),
     ("qwen3_moe", {}, _set("mlp.gate.norm_topk_prob", False), ""),
+    ("qwen3_moe", {"num_experts": 1025}, None, "experts=1025, expected 1 to 1024"),
+    ("glm4_moe", {"n_group": 3, "topk_group": 1, "num_experts_per_tok": 3}, None, "topk_groups=1 groups of 2 experts may be"),
 ]  # fmt: skip
 
 

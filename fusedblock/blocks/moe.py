@@ -143,8 +143,10 @@ def mixture(
 
     The weights of the experts are read where they are, and of few tokens only those that were chosen. Without gradients router,
     experts and a shared expert that is not gated are one registered op. kept: fixed_mixture(spec, weights) of an earlier call.
-    Raises ShapeError or ValueError naming the argument.
+    Raises ShapeError, ValueError or TypeError naming the argument.
     """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"mixture: x is {type(x).__name__}, expected a tensor")
     training = ops.wants_grad(x, residual, *weights)
     if training or weights.shared_router is not None or x.dim() < 1:  # else the registered op does
         check_mixture(spec, weights, x)
@@ -194,14 +196,14 @@ _SPECS = {transposed: _spec(transposed) for transposed in (False, True)}
 
 
 def check_mixture(spec: MoeSpec, w: MoeWeights, x: Tensor) -> None:
-    """Raises, before any of the operators runs, what each of them would about its own arguments, x `... hidden`; the router's
-    numbers are left to the first."""
+    """Raises, before any of the operators runs, what each of them would about its own arguments, x `... hidden`."""
     if x.dim() < 1:
         raise ops.ShapeError(f"mixture: x has shape {tuple(x.shape)}, expected (... hidden)")
     router = spec.router
     for name, wanted, t in (("bias", router.bias, w.router_bias), ("correction", router.correction_bias, w.router_correction)):
         if wanted != (t is not None):
             raise ValueError(f"mixture: router_{name} is {'None' if t is None else 'a tensor'}, but the router has it: {wanted}")
+    ops.check_router("mixture", vars(router), w.router.shape[0] if w.router.dim() else 0)
     shared = {name: getattr(w, name) is not None for name in ("shared_gate", "shared_up", "shared_down")}
     if len({*shared.values()}) > 1 or (w.shared_router is not None and not any(shared.values())):
         missing = ", ".join(name for name, given in shared.items() if not given)
