@@ -116,6 +116,7 @@ def test_outputs_and_gradients(name: str, implementation: str) -> None:
     assert not report.fallbacks and report.fused_calls == 2 * len(report.blocks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), (
     ("v2", torch.float32), ("v3", torch.float32),
     *(pytest.param(name, torch.bfloat16, marks=pytest.mark.slow) for name in ("v2", "v3", "v3-one_group")),

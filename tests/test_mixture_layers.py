@@ -106,6 +106,7 @@ def test_saved_and_loaded(name: str, tmp_path: Path) -> None:
         assert torch.equal(run(other, 0).logits, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), (
     ("mixtral", torch.float32), ("gpt_oss", torch.float32), ("qwen2_moe", torch.float32), ("glm4_moe", torch.float32),
     *(pytest.param(name, torch.bfloat16, marks=pytest.mark.slow) for name in ("mixtral", "gpt_oss")),

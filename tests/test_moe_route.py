@@ -73,6 +73,7 @@ def test_launches(experts, monkeypatch):
         names.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [route_case(1040, 16, 8, 2), route_case(1030, 24, 150, 2)], ids=lambda c: c.id)
 def test_many_tokens(case):
     check(case, torch.float32, "sm_90")

@@ -81,6 +81,7 @@ def check(target: str, dtype: torch.dtype, model: str) -> None:
         assert not found, tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("target", "dtype", "model"), rows(quick=True))
 def test_bf16_of_published_sizes(target, dtype, model):
     check(target, dtype, model)

@@ -203,7 +203,6 @@ def check_mixture(spec: MoeSpec, w: MoeWeights, x: Tensor) -> None:
     for name, wanted, t in (("bias", router.bias, w.router_bias), ("correction", router.correction_bias, w.router_correction)):
         if wanted != (t is not None):
             raise ValueError(f"mixture: router_{name} is {'None' if t is None else 'a tensor'}, but the router has it: {wanted}")
-    ops.check_router("mixture", vars(router), w.router.shape[0] if w.router.dim() else 0)
     shared = {name: getattr(w, name) is not None for name in ("shared_gate", "shared_up", "shared_down")}
     if len({*shared.values()}) > 1 or (w.shared_router is not None and not any(shared.values())):
         missing = ", ".join(name for name, given in shared.items() if not given)
@@ -212,3 +211,4 @@ def check_mixture(spec: MoeSpec, w: MoeWeights, x: Tensor) -> None:
     ops.check_activation("mixture", spec.shared_activation, "shared_activation")
     rows = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 1 else x[None]
     _SPECS[bool(spec.transposed)].axes({"x": rows, **w._asdict()})
+    ops.check_router("mixture", vars(router), w.router.shape[0])
