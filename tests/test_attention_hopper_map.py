@@ -210,8 +210,8 @@ def test_choice():
 FULL = Shape(8192, 8192, causal=False, head_dim=128, heads=8, kv_heads=8)
 SPILLS = [
     (FULL, 0, 8),
-    (replace(FULL, causal=True), 0, 68),
-    (replace(FULL, window=(1023, 0)), 0, 96),
+    (replace(FULL, causal=True), 0, 88),
+    (replace(FULL, window=(1023, 0)), 0, 108),
     (replace(FULL, softcap=30.0), 0, 132),
     (replace(FULL, head_dim=64), 0, 0),
     (replace(FULL, head_dim=64, causal=True), 0, 0),
