@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import peft
 import torch
 from families import EXPERTS, SIZES
+from llama import prompt, relative_error
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -81,3 +83,30 @@ def choices(model: nn.Module) -> Iterator[list[Tensor]]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def run(model: Any, pad: int = 3, **arguments: Any) -> Any:
+    ids, mask = prompt(pad=pad)
+    return model(ids, attention_mask=mask, **arguments)
+
+
+def check_lora(make: Callable[[], nn.Module], target: str | None) -> fusedblock.FusionReport:
+    """The same logits and gradients of the model, fused or not, with adapters on the experts or, given, on this module; what was
+    fused."""
+    found = []
+    for fuse in (False, True):
+        model = make()
+        report = fusedblock.fuse(model) if fuse else None
+        config: dict[str, Any] = {"target_modules": [target]}
+        if target is None:
+            config = {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+        torch.manual_seed(1)
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, init_lora_weights=False, **config))
+        out = run(adapted, 0, use_cache=False).logits
+        out.square().sum().backward()
+        found.append((out, {n: p.grad for n, p in adapted.named_parameters() if p.grad is not None}))
+    (want, want_grads), (got, got_grads) = found
+    assert relative_error(got, want) < 1e-5 and got_grads.keys() == want_grads.keys()
+    assert all(relative_error(got_grads[n], grad) < 1e-4 for n, grad in want_grads.items())
+    assert report is not None
+    return report

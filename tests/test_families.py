@@ -184,7 +184,11 @@ def test_a_family_that_waits_runs_as_before_and_says_why(family: str) -> None:
     with torch.no_grad():
         want = families.values(model(ids))
         report = fusedblock.fuse(model)
-        assert relative_error(families.values(model(ids)), want) < 1e-5
+        found = families.values(model(ids))
+    if any(record.status == "fused" for record in report.blocks):  # its experts alone
+        assert relative_error(found, want) < 1e-5
+    else:
+        assert torch.equal(found, want)
     assert report.fused == 0 and len(report.layers) == 2
     assert all(record.status == "fallback" and record.reason in table.WAITING.values() for record in report.layers)
     reason = report.layers[0].reason

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import mixtures
-import peft
 import pytest
 import torch
 import transformers
 from families import SIZES
 from llama import assert_rule, assert_same_tokens, by_kind, prompt, relative_error
+from mixtures import run
 from op_cases import recording
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -43,11 +43,6 @@ def pair(name: str, **changes: Any) -> tuple[Any, Any, fusedblock.models.FusionR
     model = build(name, **changes)
     fused = copy.deepcopy(model)
     return model, fused, fusedblock.fuse(fused)
-
-
-def run(model: Any, pad: int = 3, **arguments: Any) -> Any:
-    ids, mask = prompt(pad=pad)
-    return model(ids, attention_mask=mask, **arguments)
 
 
 def outcome(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
@@ -299,22 +294,8 @@ def test_calls_that_run_the_original_forward() -> None:
 
 @pytest.mark.parametrize("parameters", (True, False), ids=("experts", "attention"))
 def test_lora(parameters: bool) -> None:
-    found = []
-    for fuse in (False, True):
-        model = build("v3")
-        report = fusedblock.fuse(model) if fuse else None
-        config: dict[str, Any] = {"target_modules": ["o_proj"]}
-        if parameters:
-            config = {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
-        torch.manual_seed(1)
-        adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, init_lora_weights=False, **config))
-        out = run(adapted, 0, use_cache=False).logits
-        out.square().sum().backward()
-        found.append((out, {n: p.grad for n, p in adapted.named_parameters() if p.grad is not None}))
-    (want, want_grads), (got, got_grads) = found
-    assert relative_error(got, want) < 1e-5 and got_grads.keys() == want_grads.keys()
-    assert all(relative_error(got_grads[n], grad) < 1e-4 for n, grad in want_grads.items())
-    assert report is not None and report.fused_calls == int(not parameters)
+    report = mixtures.check_lora(lambda: build("v3"), None if parameters else "o_proj")
+    assert report.fused_calls == int(not parameters)
     assert all(reason.startswith("experts is peft.") for reason in report.fallbacks) and bool(report.fallbacks) == parameters
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import families
 import mixtures
-import peft
 import pytest
 import torch
 import transformers
 from llama import assert_rule, assert_same_tokens, by_kind, prompt, relative_error
+from mixtures import run
 from op_cases import recording
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -29,11 +29,6 @@ def pair(name: str, implementation: str = "eager", **changes: Any) -> tuple[nn.M
     model = families.build(name, implementation, **changes)
     fused = families.twin(model)
     return model, fused, fusedblock.fuse(fused, strict=True)
-
-
-def run(model: nn.Module, pad: int = 3, **arguments: Any) -> Any:
-    ids, mask = prompt(pad=pad)
-    return model(ids, attention_mask=mask, **arguments)
 
 
 @pytest.mark.parametrize("implementation", ("eager", "fusedblock"))
@@ -247,22 +242,7 @@ def test_jitter_in_training_is_transformers_own() -> None:
 @pytest.mark.parametrize("parameters", (True, False), ids=("experts", "attention"))
 def test_lora(parameters: bool) -> None:
     """On experts the layer falls back; beside them, only the adapted projections run themselves."""
-    found = []
-    for fuse in (False, True):
-        model = families.build("mixtral", "eager")
-        report = fusedblock.fuse(model) if fuse else None
-        config: dict[str, Any] = {"target_modules": ["q_proj"]}
-        if parameters:
-            config = {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
-        torch.manual_seed(1)
-        adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, init_lora_weights=False, **config))
-        out = run(adapted, 0, use_cache=False).logits
-        out.square().sum().backward()
-        found.append((out, {n: p.grad for n, p in adapted.named_parameters() if p.grad is not None}))
-    (want, want_grads), (got, got_grads) = found
-    assert relative_error(got, want) < 1e-5 and got_grads.keys() == want_grads.keys()
-    assert all(relative_error(got_grads[n], grad) < 1e-4 for n, grad in want_grads.items())
-    assert report is not None
+    report = mixtures.check_lora(lambda: families.build("mixtral", "eager"), None if parameters else "q_proj")
     if parameters:
         assert report.fused_calls == 0 and all(reason.startswith("mlp.experts is peft.") for reason in report.fallbacks)
     else:

@@ -150,7 +150,7 @@ def mixture(
     training = ops.wants_grad(x, residual, *weights)
     if training or weights.shared_router is not None or x.dim() < 1:  # else the registered op does
         check_mixture(spec, weights, x)
-    rows = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 1 else x[None]
+    rows = _as_rows(x)
     if residual is not None and (residual.shape, residual.dtype, residual.device) != (x.shape, x.dtype, x.device):
         like = f"{tuple(residual.shape)} {residual.dtype} on {residual.device}"
         raise ops.ShapeError(f"mixture: residual is {like}, expected x's {tuple(x.shape)} {x.dtype} on {x.device}")
@@ -195,6 +195,11 @@ def _related(sizes: dict[str, int], args: Mapping[str, Any]) -> dict[str, int]:
 _SPECS = {transposed: _spec(transposed) for transposed in (False, True)}
 
 
+def _as_rows(x: Tensor) -> Tensor:
+    """x `... hidden` as `tokens hidden`."""
+    return x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 1 else x[None]
+
+
 def check_mixture(spec: MoeSpec, w: MoeWeights, x: Tensor) -> None:
     """Raises, before any of the operators runs, what each of them would about its own arguments, x `... hidden`."""
     if x.dim() < 1:
@@ -209,6 +214,6 @@ def check_mixture(spec: MoeSpec, w: MoeWeights, x: Tensor) -> None:
         raise ValueError(f"mixture: the shared expert has no {missing}")
     ops.check_gate("mixture", spec.activation, spec.alpha, spec.limit)
     ops.check_activation("mixture", spec.shared_activation, "shared_activation")
-    rows = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 1 else x[None]
+    rows = _as_rows(x)
     _SPECS[bool(spec.transposed)].axes({"x": rows, **w._asdict()})
     ops.check_router("mixture", vars(router), w.router.shape[0])
