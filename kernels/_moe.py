@@ -29,9 +29,9 @@ CLAMPED = "clamped_swish"  # (up + 1) * gate * sigmoid(alpha * gate), gate <= li
 def check(op: str, sizes: Sizes, args: Args) -> dict[str, int]:
     """The further axes of an experts' op: ffn, gate_up = 2 * ffn; and of tokens whose number is known tile_rows as chosen, and
     max_tiles of these. Raises naming the argument that does not fit the others."""
-    transposed, tile_rows = args["transposed"], args["tile_rows"]
-    hidden, (gate_up, k) = sizes["hidden"], _sides(sizes, "gate_up", transposed)
-    n, ffn = _sides(sizes, "down", transposed)
+    transposed = args["transposed"]
+    hidden, (gate_up, k) = sizes["hidden"], sides(sizes, "gate_up", transposed)
+    n, ffn = sides(sizes, "down", transposed)
     laid = "experts hidden gate_up" if transposed else "experts gate_up hidden"
     if k != hidden or gate_up % 2:
         shape = tuple(args["gate_up_weight"].shape)
@@ -43,7 +43,14 @@ def check(op: str, sizes: Sizes, args: Args) -> dict[str, int]:
     for name, axis, width in (("gate_up_bias", "gate_up_out", gate_up), ("down_bias", "down_out", hidden)):
         if sizes.get(axis, width) != width:
             raise ShapeError(f"{op}: {name} has shape {tuple(args[name].shape)}, expected (experts {width})")
-    rows = sizes["tokens"] * sizes["top_k"]
+    check_gate(op, args["activation"], args["alpha"], args["limit"])
+    return {"ffn": ffn, "gate_up": gate_up, **check_rows(op, sizes, args)}
+
+
+def check_rows(op: str, sizes: Sizes, args: Args) -> dict[str, int]:
+    """Of tokens whose number is known tile_rows as chosen, and max_tiles of these. Raises naming the argument of the index, or
+    the weights, that does not fit the others."""
+    rows, tile_rows = sizes["tokens"] * sizes["top_k"], args["tile_rows"]
     if sizes["rows"] != rows:
         raise ShapeError(f"{op}: order has {sizes['rows']} rows, expected tokens * top_k = {rows}")
     if sizes["bounds"] != sizes["experts"] + 1:
@@ -57,14 +64,13 @@ def check(op: str, sizes: Sizes, args: Args) -> dict[str, int]:
     for name in INDEX:
         if name in args and args[name].dtype is not torch.int32:
             raise ValueError(f"{op}: {name} has dtype {args[name].dtype}, expected torch.int32")
-    if not args["weights"].is_floating_point():
-        raise ValueError(f"{op}: weights has dtype {args['weights'].dtype}, expected a floating one")
-    check_gate(op, args["activation"], args["alpha"], args["limit"])
-    found = {"ffn": ffn, "gate_up": gate_up}
+    weights = args["weights"]
+    if weights is not None and not weights.is_floating_point():
+        raise ValueError(f"{op}: weights has dtype {weights.dtype}, expected a floating one")
     if not isinstance(rows, int):
-        return found
+        return {}
     tile_rows = height(sizes["tokens"], sizes["top_k"], sizes["experts"], tile_rows)
-    return {**found, "tile_rows": tile_rows, "max_tiles": max_tiles(rows, sizes["experts"], tile_rows)}
+    return {"tile_rows": tile_rows, "max_tiles": max_tiles(rows, sizes["experts"], tile_rows)}
 
 
 def check_gate(op: str, activation: str, alpha: float, limit: float) -> None:
@@ -77,7 +83,7 @@ def check_gate(op: str, activation: str, alpha: float, limit: float) -> None:
         raise ValueError(f"{op}: limit={limit}, expected a positive number for {CLAMPED}")
 
 
-def _sides(sizes: Sizes, name: str, transposed: bool) -> tuple[int, int]:
+def sides(sizes: Sizes, name: str, transposed: bool) -> tuple[int, int]:
     """(out, in) features of a weight stored `experts out in`, or transposed `experts in out`."""
     a, b = sizes[f"{name}_rows"], sizes[f"{name}_columns"]
     return (b, a) if transposed else (a, b)
@@ -373,6 +379,45 @@ def take(pointers, k, COLS, BK: tl.constexpr, EVEN: tl.constexpr):
         return tl.load(pointers + k)
     else:
         return tl.load(pointers + k, (k + tl.arange(0, BK) < COLS)[None, :], other=0.0)
+
+
+@triton.jit
+def slot_start(slot, stride, COLS, TOP_K: tl.constexpr, WIDTH: tl.constexpr):
+    """Where a slot's first column lies in `tokens top_k COLS` or, with a WIDTH, `tokens heads top_k WIDTH`; stride: of tokens."""
+    return (slot // TOP_K).to(tl.int64) * stride + slot % TOP_K * (WIDTH if WIDTH > 0 else COLS)
+
+
+@triton.jit
+def slot_columns(c, TOP_K: tl.constexpr, WIDTH: tl.constexpr):
+    """How far a slot's columns c lie from its first."""
+    if WIDTH > 0:
+        return c + c // WIDTH * ((TOP_K - 1) * WIDTH)
+    else:
+        return c
+
+
+@triton.jit
+def take_heads(at, k, COLS, TOP_K: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr):
+    """take, of slots whose columns lie in heads; at [slots, 1]: their first."""
+    c = k + tl.arange(0, BK)
+    if EVEN:
+        return tl.load(at + slot_columns(c, TOP_K, WIDTH)[None, :])
+    else:
+        return tl.load(at + slot_columns(c, TOP_K, WIDTH)[None, :], (c < COLS)[None, :], other=0.0)
+
+
+@triton.jit
+def clear_slots(y, inverse, TOKENS, COLS, TOP_K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Zeros, of this program's share, to the slots of a dense y that have no row."""
+    for s in range(tl.program_id(0) * BLOCK, TOKENS * TOP_K, tl.num_programs(0) * BLOCK):
+        slot = s + tl.arange(0, BLOCK)
+        gone = tl.load(inverse + slot, slot < TOKENS * TOP_K, other=0) < 0
+        if tl.max(gone.to(tl.int32), 0) > 0:
+            at = y + slot_start(slot, TOP_K * COLS, COLS, TOP_K, WIDTH)
+            for c0 in range(0, COLS, BLOCK):
+                c = c0 + tl.arange(0, BLOCK)
+                zeros = tl.zeros([BLOCK, BLOCK], y.dtype.element_ty)
+                tl.store(at[:, None] + slot_columns(c, TOP_K, WIDTH)[None, :], zeros, gone[:, None] & (c < COLS)[None, :])
 
 
 @triton.jit

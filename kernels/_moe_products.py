@@ -13,7 +13,22 @@ from ._gemm import accumulator, halves
 from ._lang import cdiv, next_power_of_2, tl, triton
 from ._launch import contiguous_last, descriptor
 from ._launch import launch as _launch
-from ._moe import boxed, expert_pointers, gated, multiply, row_pointers, store_rows, sums, take, take_expert, tile_at
+from ._moe import (
+    boxed,
+    clear_slots,
+    expert_pointers,
+    gated,
+    multiply,
+    row_pointers,
+    slot_columns,
+    slot_start,
+    store_rows,
+    sums,
+    take,
+    take_expert,
+    take_heads,
+    tile_at,
+)
 from ._spec import Args, Sizes
 from ._target import target_of
 
@@ -24,7 +39,7 @@ READS = {
 }  # fmt: skip
 
 
-def _expert_bytes(name: str) -> Any:
+def expert_bytes(name: str) -> Any:
     """For a spec: the bytes of the experts that have a row."""
 
     def count(sizes: Sizes, args: Args) -> int:
@@ -39,7 +54,7 @@ def tile_bytes(sizes: Sizes, args: Args) -> int:
     return 4 + 12 * _moe.valid_tiles(sizes, args) if sizes["max_tiles"] else 0
 
 
-EXPERT_BYTES = {n: _expert_bytes(n) for n in ("gate_up_weight", "down_weight", "gate_up_bias", "down_bias")}
+EXPERT_BYTES = {n: expert_bytes(n) for n in ("gate_up_weight", "down_weight", "gate_up_bias", "down_bias")}
 
 
 def gate_up_flops(s: Sizes, args: Args) -> int:
@@ -133,49 +148,76 @@ def gate_up_launch(args: Args, sizes: Sizes, h: Tensor | None, saved: Tensor | N
 # ---- rows by experts' matrices, and their sums ---------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["TOKENS"])
 def _rows_kernel(
-    a, w, bias, tiles, y, N, K, stride_e, stride_w,
-    T: tl.constexpr, EVEN: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GROUP: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr, STAGES: tl.constexpr,
+    a, w, bias, order, tiles, inverse, y, TOKENS, N, K, stride_a, stride_e, stride_w,
+    FROM: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, T: tl.constexpr, EVEN: tl.constexpr, ACC: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """y = a @ w[expert].T + bias[expert], row by row; a `rows K`, w `experts N K` or, with T, `experts K N`."""
+    """y = a @ w[expert].T + bias[expert], row by row; w `experts N K` or, with T, `experts K N`. a has what FROM says: "rows K";
+    "tokens": of each row its token's; "slots": its slot's (see slot_start). inverse: y has slots, those without a row are 0."""
     num_m = tl.load(tiles + 3)
     num_n = tl.cdiv(N, BN)
     for t in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=TMA):
         e, first, end, n = tile_at(tiles, t, num_m, num_n, GROUP)
         rows = first + tl.arange(0, BM)
         cols = n * BN + tl.arange(0, BN)
+        if order is not None:
+            slot = tl.load(order + tl.minimum(rows, end - 1))
         if not TMA:
             matrix = expert_pointers(w, e, cols, stride_e, stride_w, BK, T)
+        if FROM == "tokens":
+            pointers = row_pointers(a, (slot // TOP_K).to(tl.int64) * stride_a, BK)
+        elif FROM == "slots" and WIDTH > 0:
+            heads = a + slot_start(slot, stride_a, K, TOP_K, WIDTH)[:, None]
+        elif FROM == "slots":
+            pointers = row_pointers(a, slot_start(slot, stride_a, K, TOP_K, WIDTH), BK)
+        elif not TMA:
             pointers = row_pointers(a, tl.minimum(rows, end - 1).to(tl.int64) * K, BK)
         acc = sums(BM, BN, SWAP, ACC)
         for k in tl.range(0, K, BK, num_stages=STAGES):
-            if TMA:
+            if FROM == "slots" and WIDTH > 0:
+                left = take_heads(heads, k, K, TOP_K, WIDTH, BK, EVEN)
+            elif TMA and FROM == "rows":
                 left = a.load([first, k])
-                right = boxed(w, e, n * BN, k, BN, BK, T)
             else:
                 left = take(pointers, k, K, BK, EVEN)
+            if TMA:
+                right = boxed(w, e, n * BN, k, BN, BK, T)
+            else:
                 right = take_expert(matrix, cols < N, k, K, stride_w, BK, T)
             acc = multiply(left, right, acc, SWAP, ACC)
         if SWAP:
             acc = acc.T
         if bias is not None:
             acc += tl.load(bias + e * N + cols, cols < N, other=0.0).to(ACC)[None, :]
-        store_rows(y, rows, n * BN, acc, rows < end, N, BN)
+        if inverse is not None:
+            at = slot_start(slot, TOP_K * N, N, TOP_K, WIDTH)[:, None] + slot_columns(cols, TOP_K, WIDTH)[None, :]
+            tl.store(y + at, acc.to(y.dtype.element_ty), (rows < end)[:, None] & (cols < N)[None, :])
+        else:
+            store_rows(y, rows, n * BN, acc, rows < end, N, BN)
+    if inverse is not None:
+        clear_slots(y, inverse, TOKENS, N, TOP_K, WIDTH, 64)
 
 
-def rows_launch(kind: str, a: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, args: Args, sizes: Sizes,
-                by_columns: bool) -> None:  # fmt: skip
-    """y `rows N` = a `rows K` by the experts' matrices, stored `N K` or, by_columns, `K N`."""
-    tile_rows, target, (n, k) = sizes["tile_rows"], target_of(a.device), (y.shape[1], a.shape[1])
-    w = _moe.dense_rows(w)
-    c = _moe.usable(_moe.configure(kind, tile_rows, a.element_size(), target), a, w)
+def rows_launch(kind: str, a: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, args: Args, sizes: Sizes, by_columns: bool, *,
+                source: str = "rows", to_slots: bool = False, width: int = 0) -> None:  # fmt: skip
+    """y `rows N` = a `rows K` by the experts' matrices, stored `N K` or, by_columns, `K N`. source: what a has instead of rows,
+    "tokens" or "slots"; to_slots: so has y. width: of the heads of slots, 0: they have none."""
+    tile_rows, target = sizes["tile_rows"], target_of(a.device)
+    n, k = (w.shape[2], w.shape[1]) if by_columns else w.shape[1:]
+    w, alone = _moe.dense_rows(w), source == "rows"
+    a = a if alone else contiguous_last(a)
+    c = _moe.usable(_moe.configure(kind, tile_rows, a.element_size(), target), *((a, w) if alone else (w,)))
     _launch(
         _rows_kernel, (_moe.programs(sizes["max_tiles"] * cdiv(n, c.block_n), c, target),),
-        (descriptor(a, [tile_rows, c.block_k]) if c.tma else a, _moe.expert_operand(w, c.block_n, c.block_k, c, by_columns),
-         None if bias is None else bias.contiguous(), args["tiles"], y, n, k, w.stride(0), w.stride(1)),
-        {"T": by_columns, "EVEN": k % c.block_k == 0, "ACC": accumulator(a), "BM": tile_rows, **_moe.options(c)},
+        (descriptor(a, [tile_rows, c.block_k]) if c.tma and alone else a,
+         _moe.expert_operand(w, c.block_n, c.block_k, c, by_columns), None if bias is None else bias.contiguous(),
+         None if alone and not to_slots else args["order"], args["tiles"], args["inverse"] if to_slots else None, y,
+         sizes["tokens"] if to_slots else None, n, k, None if alone else a.stride(0), w.stride(0), w.stride(1)),
+        {"FROM": source, "TOP_K": 1 if alone and not to_slots else sizes["top_k"], "WIDTH": width, "T": by_columns,
+         "EVEN": k % c.block_k == 0, "ACC": accumulator(a), "BM": tile_rows, **_moe.options(c)},
     )  # fmt: skip
 
 
@@ -205,20 +247,24 @@ def plus(acc, residual, token, cols, ok, H):
 
 
 @triton.jit(do_not_specialize=["TOKENS"])
-def _combine_kernel(y, inverse, weights, residual, out, TOKENS, H, TOP_K: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
-                    ACC: tl.constexpr):  # fmt: skip
+def _combine_kernel(y, inverse, weights, residual, out_bias, out, TOKENS, H, TOP_K: tl.constexpr, BT: tl.constexpr,
+                    BH: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     cols = tl.program_id(1) * BH + tl.arange(0, BH)
     acc = gather_sum(y, inverse, weights, token, cols, token < TOKENS, H, TOP_K, ACC)
     acc = plus(acc, residual, token, cols, token < TOKENS, H)
+    if out_bias is not None:
+        acc += tl.load(out_bias + cols, cols < H, other=0.0).to(ACC)[None, :]
     store_rows(out, token, tl.program_id(1) * BH, acc, token < TOKENS, H, BH)
 
 
-def combine_launch(y: Tensor, inverse: Tensor, weights: Tensor | None, residual: Tensor | None, out: Tensor, top_k: int) -> None:
-    """out `tokens hidden` = the sum of each token's rows of y, by weights `tokens top_k` if given, and the residual if given."""
+def combine_launch(y: Tensor, inverse: Tensor, weights: Tensor | None, residual: Tensor | None, out: Tensor, top_k: int,
+                   out_bias: Tensor | None = None) -> None:  # fmt: skip
+    """out `tokens hidden` = the sum of each token's rows of y, by weights `tokens top_k` if given, and the residual and out_bias
+    `hidden` if given."""
     tokens, hidden = out.shape
     block = min(2048, next_power_of_2(hidden))
     _launch(
-        _combine_kernel, (tokens, cdiv(hidden, block)), (y, inverse, weights, residual, out, tokens, hidden),
+        _combine_kernel, (tokens, cdiv(hidden, block)), (y, inverse, weights, residual, out_bias, out, tokens, hidden),
         {"TOP_K": top_k, "BT": 1, "BH": block, "ACC": accumulator(out), "num_warps": 8 if block >= 2048 else 4},
     )  # fmt: skip

@@ -138,8 +138,27 @@ def _moe_experts(a: Args) -> dict[str, Tensor]:
     return {"out": out, "gate_up": both[expert, token][by_row]}
 
 
+def _moe_linear(a: Args) -> dict[str, Tensor]:
+    """Every slot through all experts, and what it did not choose times 0."""
+    w, (tokens, top_k) = a["weight"].mT if a["transposed"] else a["weight"], a["indices"].shape
+    choice = torch.nn.functional.one_hot(a["indices"].long() + 1, w.shape[0] + 1)[..., 1:].to(w)  # -1: none of them
+    if a["weights"] is None:
+        x = repeat(a["x"], "tokens inner -> tokens k inner", k=top_k)
+    else:
+        x = a["x"].reshape(tokens, a["heads"], top_k, -1).transpose(1, 2).reshape(tokens, top_k, -1)
+    y = einsum(x, w, choice, "tokens k inner, experts out inner, tokens k experts -> tokens k out")
+    if a["bias"] is not None:
+        y = y + einsum(choice, a["bias"], "tokens k experts, experts out -> tokens k out")
+    if a["weights"] is None:
+        return {"out": y.reshape(tokens, top_k, a["heads"], -1).transpose(1, 2).reshape(tokens, -1)}
+    out = einsum(y, a["weights"], "tokens k out, tokens k -> tokens out")
+    for name in ("residual", "out_bias"):
+        out = out if a[name] is None else out + a[name]
+    return {"out": out}
+
+
 FORMULAS: dict[str, Callable[[Args], dict[str, Tensor]]] = {
     "norm": _norm, "linear": _linear, "qkv_rope": _qkv_rope, "rope": _rope, "gated_mlp": _gated_mlp, "plain_mlp": _plain_mlp,
     "attention": _attention, "decode_attention": _attention, "moe_route": moe_route, "moe_index": moe_index,
-    "moe_experts": _moe_experts,
+    "moe_experts": _moe_experts, "moe_linear": _moe_linear,
 }  # fmt: skip

@@ -95,6 +95,43 @@ class Experts:
         }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Projections:
+    """A case's words of moe_linear; sums: with weights. given: "bias", "out_bias", "residual", "transposed", "wide" weights."""
+
+    tokens: int = 7
+    inner: int = 24
+    outer: int = 40
+    experts: int = 5
+    top_k: int = 2
+    heads: int = 1
+    sums: bool = False
+    routing: str = "even"
+    given: str = ""
+    tile_rows: int = 16
+
+    @property
+    def id(self) -> str:
+        shape = f"moe_linear-{'sum' if self.sums else 'slots'}-{self.tokens}x{self.inner}x{self.outer}-{self.experts}:{self.top_k}"
+        words = "-".join(["", self.given.replace(" ", "+")]) if self.given else ""
+        return f"{shape}-{self.routing}-h{self.heads}{words}-{self.tile_rows}"
+
+    def make(self, dtype: torch.dtype, g: torch.Generator) -> Args:
+        words, (e, k, n) = self.given.split(), (self.experts, self.inner, self.outer)
+        indices = make_indices(self.tokens, e, self.top_k, self.routing, g)
+        weights = 0.1 + torch.rand(self.tokens, self.top_k, generator=g, dtype=torch.float64)
+        wide = torch.float32 if "wide" in words and dtype is not torch.float64 else dtype
+        shapes = {"bias": (e, n), "out_bias": (n,), "residual": (self.tokens, n)}
+        more = {name: _randn(*shape, dtype=dtype, generator=g) if name in words else None for name, shape in shapes.items()}
+        return {
+            "x": _randn(self.tokens, k * (self.top_k if self.sums else 1), dtype=dtype, generator=g),
+            "weight": _randn(e, *((k, n) if "transposed" in words else (n, k)), dtype=dtype, generator=g, scale=k**-0.5),
+            "bias": more["bias"], "weights": weights.to(wide) if self.sums else None, "out_bias": more["out_bias"],
+            "residual": more["residual"], "indices": indices, **make_index(indices, e, self.tile_rows),
+            "transposed": "transposed" in words, "heads": self.heads, "tile_rows": self.tile_rows,
+        }  # fmt: skip
+
+
 GPT_OSS = {"activation": CLAMPED, "laid": "transposed interleaved", "bias": True}
 
 

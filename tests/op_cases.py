@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from einops import einsum, repeat
 from formulas import FORMULAS, Args
-from moe_cases import GPT_OSS, Experts
+from moe_cases import GPT_OSS, Experts, Projections
 from moe_formula import choice_of, choose
 from torch import Tensor
 
@@ -285,6 +285,12 @@ def moe_case(**words: Any) -> Case:
     return Case("moe_experts", experts.id, experts.make)
 
 
+def moe_linear_case(**words: Any) -> Case:
+    """words: of moe_cases.Projections."""
+    projections = Projections(**words)
+    return Case("moe_linear", projections.id, projections.make)
+
+
 def sums_of_squares(x: Tensor, g: torch.Generator) -> Tensor:
     """Partial sums of squares in three tiles, not those of x itself: a kernel that recomputed them would be found out."""
     dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
@@ -321,6 +327,8 @@ SMALL = (
     # Every token chooses every expert: shapes alone tell what is read.
     moe_case(tokens=5, experts=3, top_k=3, bias=True, weights=torch.float32),
     moe_case(tokens=1, experts=3, top_k=3, **GPT_OSS),
+    moe_linear_case(tokens=5, experts=3, top_k=3, heads=2, sums=True, given="bias out_bias residual wide"),
+    moe_linear_case(tokens=5, experts=3, top_k=3, heads=5, given="bias transposed"),
 )
 # Those whose arguments have no gradients.
 FORWARD_ONLY = (

@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import fusedblock
-from fusedblock import ops
+from fusedblock import ops, registry
 from fusedblock.kernels import _driver, _launch, _replay
 
 HIDDEN, FFN = 64, 128
@@ -79,7 +79,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     monkeypatch.setattr(_launch, "_DIRECT", True)
     monkeypatch.setattr(_launch, "_compiled", {})
     monkeypatch.setattr(_launch, "runs_kernels", lambda x: True)
-    monkeypatch.setattr(ops, "runs_kernels", lambda x: True)
+    monkeypatch.setattr(registry, "runs_kernels", lambda x: True)
     monkeypatch.setattr(_replay, "_programs", {})
     monkeypatch.setattr(_replay, "record", counting_record)
     monkeypatch.setattr(_replay.Fixed, "_read", counting_read)

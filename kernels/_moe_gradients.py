@@ -1,0 +1,357 @@
+"""The experts' gradients, as kernels that their backwards share: through the down product and the activation, of the routing
+weights, and of the experts' weights and biases. See moe_experts_backward.py for the maths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from . import _moe
+from ._gemm import accumulator, halves
+from ._lang import cdiv, next_power_of_2, tl, triton
+from ._launch import contiguous_last, descriptor
+from ._launch import launch as _launch
+from ._math import tile_order
+from ._moe import (
+    boxed,
+    clear_slots,
+    expert_pointers,
+    gated_grad,
+    multiply,
+    row_pointers,
+    slot_columns,
+    slot_start,
+    store_rows,
+    sums,
+    take,
+    take_expert,
+    tile_at,
+)
+from ._spec import Args, Sizes
+from ._target import target_of
+
+# ---- through the down product and the activation -------------------------------------------------------------------------------
+
+
+def hidden_config(sizes: Sizes, args: Args) -> _moe.Config:
+    c = _moe.configure("grad_hidden", sizes["tile_rows"], args["x"].element_size(), target_of(args["x"].device))
+    # Gate and up in turn take more registers to tell apart.
+    return replace(c, block_n=64, split=2) if args["interleaved"] and c.block_n > 64 else c
+
+
+@triton.jit
+def _slot_part(
+    dh, f0, rows, live, weight, x, grad_x, weighted, N, place, TOP_K: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Without an activation, h is x: stores grad_x of slots and weight * x of rows where they are given; returns sum(x * dh)."""
+    slot, stride = place
+    f = f0 + tl.arange(0, BN)
+    ok = live[:, None] & (f < N)[None, :]
+    columns = slot_columns(f, TOP_K, WIDTH)[None, :]
+    if grad_x is not None:
+        at = grad_x + slot_start(slot, TOP_K * N, N, TOP_K, WIDTH)[:, None] + columns
+        tl.store(at, (dh * weight[:, None]).to(grad_x.dtype.element_ty), ok)
+    if x is not None:
+        h = tl.load(x + slot_start(slot, stride, N, TOP_K, WIDTH)[:, None] + columns, ok, other=0.0).to(dh.dtype)
+        if weighted is not None:
+            store_rows(weighted, rows, f0, h * weight[:, None], live, N, BN)
+        dh *= h
+    return tl.sum(dh, 1)
+
+
+@triton.jit
+def _gate_part(
+    dh, f0, rows, live, weight, gate_up, d_gate_up, weighted, N, alpha, limit, ACT: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """BN columns of ffn from f0 on: stores d_gate_up and weight * h where they are given; returns sum(h * dh) of the rows."""
+    f = f0 + tl.arange(0, BN)
+    start = rows[:, None].to(tl.int64) * (2 * N)
+    ok = live[:, None] & (f < N)[None, :]
+    if INTERLEAVED:
+        c = 2 * f0 + tl.arange(0, 2 * BN)
+        wide = live[:, None] & (c < 2 * N)[None, :]
+        both = tl.load(gate_up + start + c[None, :], wide, other=0.0).to(dh.dtype)
+        g, u = tl.split(tl.reshape(both, (BM, BN, 2)))
+    else:
+        g = tl.load(gate_up + start + f[None, :], ok, other=0.0).to(dh.dtype)
+        u = tl.load(gate_up + start + (N + f)[None, :], ok, other=0.0).to(dh.dtype)
+    h, dg, du = gated_grad(dh * weight[:, None], g, u, alpha, limit, ACT)
+    if weighted is not None:
+        store_rows(weighted, rows, f0, h * weight[:, None], live, N, BN)
+    if d_gate_up is not None:
+        if INTERLEAVED:
+            both = tl.reshape(tl.join(dg, du), (BM, 2 * BN))
+            tl.store(d_gate_up + start + c[None, :], both.to(d_gate_up.dtype.element_ty), wide)
+        else:
+            tl.store(d_gate_up + start + f[None, :], dg.to(d_gate_up.dtype.element_ty), ok)
+            tl.store(d_gate_up + start + (N + f)[None, :], du.to(d_gate_up.dtype.element_ty), ok)
+    return tl.sum(dh * h, 1)
+
+
+@triton.jit
+def _activation_part(
+    dh, f0, rows, live, weight, gate_up, d_gate_up, weighted, N, alpha, limit, place, ACT: tl.constexpr,
+    INTERLEAVED: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    if ACT == "":
+        return _slot_part(dh, f0, rows, live, weight, gate_up, d_gate_up, weighted, N, place, TOP_K, WIDTH, BN)
+    else:
+        return _gate_part(dh, f0, rows, live, weight, gate_up, d_gate_up, weighted, N, alpha, limit, ACT, INTERLEAVED, BM, BN)
+
+
+@triton.jit
+def _activation_parts(
+    dh, f0, rows, live, weight, gate_up, d_gate_up, weighted, N, alpha, limit, place, ACT: tl.constexpr,
+    INTERLEAVED: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """The same in one or two parts, so that less is in registers at once."""
+    if SPLIT == 1:
+        return _activation_part(dh, f0, rows, live, weight, gate_up, d_gate_up, weighted, N, alpha, limit, place, ACT,
+                                INTERLEAVED, TOP_K, WIDTH, BM, BN)  # fmt: skip
+    else:
+        left, right = halves(dh, BM, BN)
+        HN: tl.constexpr = BN // 2
+        p = _activation_part(left, f0, rows, live, weight, gate_up, d_gate_up, weighted, N, alpha, limit, place, ACT,
+                             INTERLEAVED, TOP_K, WIDTH, BM, HN)  # fmt: skip
+        return p + _activation_part(right, f0 + HN, rows, live, weight, gate_up, d_gate_up, weighted, N, alpha, limit, place,
+                                    ACT, INTERLEAVED, TOP_K, WIDTH, BM, HN)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["ROWS", "TOKENS"])
+def _grad_hidden_kernel(
+    grad_out, w, weights, order, tiles, inverse, gate_up, d_gate_up, weighted, part, ROWS, TOKENS, N, K, stride_g, stride_x,
+    stride_e, stride_w, alpha, limit, TOP_K: tl.constexpr, WIDTH: tl.constexpr, ACT: tl.constexpr, T: tl.constexpr,
+    INTERLEAVED: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """ACT "": gate_up and d_gate_up are x and grad_x of slots, see _slot_part; inverse is given with grad_x."""
+    num_m = tl.load(tiles + 3)
+    num_n = tl.cdiv(N, BN)
+    for t in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=TMA):
+        e, first, end, n = tile_at(tiles, t, num_m, num_n, GROUP)
+        rows = first + tl.arange(0, BM)
+        live = rows < end
+        slot = tl.load(order + tl.minimum(rows, end - 1))
+        acc = sums(BM, BN, SWAP, ACC)
+        if grad_out is not None:
+            cols = n * BN + tl.arange(0, BN)
+            if not TMA:
+                right = expert_pointers(w, e, cols, stride_e, stride_w, BK, T)
+            left = row_pointers(grad_out, (slot // TOP_K).to(tl.int64) * stride_g, BK)
+            for k in tl.range(0, K, BK, num_stages=STAGES):
+                if TMA:
+                    b = boxed(w, e, n * BN, k, BN, BK, T)
+                else:
+                    b = take_expert(right, cols < N, k, K, stride_w, BK, T)
+                acc = multiply(take(left, k, K, BK, EVEN), b, acc, SWAP, ACC)
+        if SWAP:
+            acc = acc.T
+        weight = tl.load(weights + slot).to(ACC)
+        place = (slot, stride_x)
+        if SPLIT == 4:
+            lower, upper = halves(acc, BM, BN)
+            HN: tl.constexpr = BN // 2
+            p = _activation_parts(lower, n * BN, rows, live, weight, gate_up, d_gate_up, weighted, N, alpha, limit, place, ACT,
+                                  INTERLEAVED, TOP_K, WIDTH, BM, HN, 2)  # fmt: skip
+            p += _activation_parts(upper, n * BN + HN, rows, live, weight, gate_up, d_gate_up, weighted, N, alpha, limit, place,
+                                   ACT, INTERLEAVED, TOP_K, WIDTH, BM, HN, 2)  # fmt: skip
+        else:
+            p = _activation_parts(acc, n * BN, rows, live, weight, gate_up, d_gate_up, weighted, N, alpha, limit, place, ACT,
+                                  INTERLEAVED, TOP_K, WIDTH, BM, BN, SPLIT)  # fmt: skip
+        if part is not None:
+            tl.store(part + n.to(tl.int64) * ROWS + rows, p, live)
+    if inverse is not None:
+        clear_slots(d_gate_up, inverse, TOKENS, N, TOP_K, WIDTH, 64)
+
+
+def grad_hidden_launch(args: Args, sizes: Sizes, through: bool, gate_up: Tensor | None, d_gate_up: Tensor | None,
+                       weighted: Tensor | None, part: Tensor | None, width: int = 0) -> None:  # fmt: skip
+    """d_gate_up, weighted and part, each where it is given; not through: weighted alone. args' activation "": of slots."""
+    transposed, tile_rows, slots = args["transposed"], sizes["tile_rows"], not args["activation"]
+    w, dy = _moe.dense_rows(args["down_weight"]), contiguous_last(args["grad_out"])
+    n, k = sizes["ffn"], sizes["hidden"]
+    target = target_of(dy.device)
+    c = hidden_config(sizes, args)
+    c = _moe.usable(c, w) if through else _moe._by_pointers(c)
+    options = _moe.options(c)
+    if not through:
+        options["SWAP"] = False
+    clears = slots and d_gate_up is not None
+    _launch(
+        _grad_hidden_kernel, (_moe.programs(sizes["max_tiles"] * cdiv(n, c.block_n), c, target),),
+        (dy if through else None, _moe.expert_operand(w, c.block_n, c.block_k, c, not transposed), args["weights"], args["order"],
+         args["tiles"], args["inverse"] if clears else None, gate_up, d_gate_up, weighted, part, sizes["rows"],
+         sizes["tokens"] if clears else None, n, k, dy.stride(0), gate_up.stride(0) if slots and gate_up is not None else None,
+         w.stride(0), w.stride(1), *_moe.clamp_numbers(args)),
+        {"TOP_K": sizes["top_k"], "WIDTH": width, "ACT": args["activation"], "T": not transposed,
+         "INTERLEAVED": args["interleaved"], "EVEN": k % c.block_k == 0, "SPLIT": c.split, "ACC": accumulator(dy),
+         "BM": tile_rows, **options},
+    )  # fmt: skip
+
+
+# ---- the routing weights -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["ROWS"])
+def _grad_weights_kernel(
+    part, grad_out, bias, indices, inverse, grad, ROWS, FFN_TILES, H, stride_g, TOP_K: tl.constexpr, SLOTS: tl.constexpr,
+    BH: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """One token's: the sum of its rows' parts, in order, and of down_bias * grad_out."""
+    t = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, SLOTS)
+    slot = t * TOP_K + j
+    r = tl.load(inverse + slot, j < TOP_K, other=-1)
+    total = tl.zeros([SLOTS], ACC)
+    for i in range(0, FFN_TILES):
+        total += tl.load(part + tl.cast(i, tl.int64) * ROWS + r, r >= 0, other=0.0)
+    if bias is not None:
+        e = tl.load(indices + slot, r >= 0, other=0)
+        for h0 in range(0, H, BH):
+            c = h0 + tl.arange(0, BH)
+            b = tl.load(bias + e[:, None] * H + c[None, :], (r >= 0)[:, None] & (c < H)[None, :], other=0.0).to(ACC)
+            total += tl.sum(b * tl.load(grad_out + t * stride_g + c, c < H, other=0.0).to(ACC)[None, :], 1)
+    tl.store(grad + slot, tl.where(r >= 0, total, 0.0).to(grad.dtype.element_ty), j < TOP_K)
+
+
+def grad_weights_launch(args: Args, sizes: Sizes, part: Tensor, grad: Tensor) -> None:
+    bias, dy, slots = args["down_bias"], contiguous_last(args["grad_out"]), next_power_of_2(sizes["top_k"])
+    given = (None, None, None) if bias is None else (dy, bias.contiguous(), args["indices"])
+    _launch(
+        _grad_weights_kernel, (sizes["tokens"],),
+        (part, *given, args["inverse"], grad, sizes["rows"], sizes["ffn_tiles"], sizes["hidden"], dy.stride(0)),
+        {"TOP_K": sizes["top_k"], "SLOTS": slots, "BH": max(16, 2048 // slots), "ACC": accumulator(args["x"]), "num_warps": 4},
+    )  # fmt: skip
+
+
+# ---- the experts' weights ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _weight_step(
+    acc, a, a_box, b, order, r, end, a0, b0, A, B, stride_a, stride_b, TOP_K: tl.constexpr, SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr, BA: tl.constexpr, BB: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr, LAST: tl.constexpr,
+    EVEN: tl.constexpr, FLIP: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    rows = r + tl.arange(0, BK)
+    live = rows < end
+    if LAST:  # rows past the end repeat the last one, times 0: no other expert's NaN comes in
+        rows = tl.minimum(rows, end - 1)
+    ca = a0 + tl.arange(0, BA)
+    cb = b0 + tl.arange(0, BB)
+    if SLOTS:
+        slot = tl.load(order + rows)
+        token = slot // TOP_K
+        left = tl.load(a + slot_start(slot, stride_a, A, TOP_K, WIDTH)[:, None] + slot_columns(ca, TOP_K, WIDTH)[None, :],
+                       (ca < A)[None, :], other=0.0)  # fmt: skip
+    else:
+        if TMA and not LAST:
+            left = a_box.load([r, a0])
+        else:
+            at = a + rows[:, None].to(tl.int64) * A + ca[None, :]
+            if EVEN:
+                left = tl.load(at)
+            else:
+                left = tl.load(at, (ca < A)[None, :], other=0.0)
+        token = tl.load(order + rows) // TOP_K
+    at = b + token[:, None].to(tl.int64) * stride_b + cb[None, :]
+    if LAST:
+        right = tl.load(at, live[:, None] & (cb < B)[None, :], other=0.0)
+    elif EVEN:
+        right = tl.load(at)
+    else:
+        right = tl.load(at, (cb < B)[None, :], other=0.0)
+    if FLIP:
+        return tl.dot(right.T, left, acc, input_precision="ieee", out_dtype=ACC)
+    else:
+        return tl.dot(left.T, right, acc, input_precision="ieee", out_dtype=ACC)
+
+
+@triton.jit
+def _grad_weight_kernel(
+    a, a_box, b, order, offsets, grad, EXPERTS, M, N, A, B, stride_a, stride_b, TOP_K: tl.constexpr, SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr, FLIP: tl.constexpr, EVEN: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """grad[e] = a.T @ b[token] over e's rows, FLIP: its transpose; a `rows A`, or SLOTS, b `tokens B`, grad `experts M N`."""
+    BA: tl.constexpr = BN if FLIP else BM
+    BB: tl.constexpr = BM if FLIP else BN
+    num_m = tl.cdiv(M, BM)
+    num_n = tl.cdiv(N, BN)
+    per_expert = num_m * num_n
+    for t in tl.range(tl.program_id(0), EXPERTS * per_expert, tl.num_programs(0)):
+        e = t // per_expert
+        m, n = tile_order(t % per_expert, num_m, num_n, GROUP)
+        first = tl.load(offsets + e)
+        end = tl.load(offsets + e + 1)
+        whole = first + (end - first) // BK * BK
+        a0 = n * BN if FLIP else m * BM
+        b0 = m * BM if FLIP else n * BN
+        acc = tl.zeros([BM, BN], ACC)
+        for r in tl.range(first, whole, BK, num_stages=STAGES):
+            acc = _weight_step(acc, a, a_box, b, order, r, end, a0, b0, A, B, stride_a, stride_b, TOP_K, SLOTS, WIDTH, BA, BB, BK,
+                               TMA, False, EVEN, FLIP, ACC)  # fmt: skip
+        for r in tl.range(whole, end, BK, num_stages=1):  # at most once
+            acc = _weight_step(acc, a, a_box, b, order, r, end, a0, b0, A, B, stride_a, stride_b, TOP_K, SLOTS, WIDTH, BA, BB, BK,
+                               TMA, True, EVEN, FLIP, ACC)  # fmt: skip
+        rows = m * BM + tl.arange(0, BM)
+        store_rows(grad + e.to(tl.int64) * M * N, rows, n * BN, acc, rows < M, N, BN)
+
+
+def grad_weight_launch(a: Tensor, b: Tensor, grad: Tensor, flip: bool, args: Args, sizes: Sizes, *, slots: bool = False,
+                       width: int = 0) -> None:  # fmt: skip
+    """grad `experts A B` = a.T @ b[token] of each expert's rows; flip: `experts B A`. a `rows A`, or slots of such a width."""
+    a, b, target = contiguous_last(a) if slots else a, contiguous_last(b), target_of(a.device)
+    c = _moe.configure("grad_weight", sizes["tile_rows"], a.element_size(), target)
+    c = _moe._by_pointers(c) if slots else _moe.usable(c, a)
+    (experts, m, n), wide = grad.shape, c.block_n if flip else c.block_m
+    options = _moe.options(c)
+    del options["SWAP"]
+    _launch(
+        _grad_weight_kernel, (_moe.programs(experts * cdiv(m, c.block_m) * cdiv(n, c.block_n), c, target),),
+        (a, descriptor(a, [c.block_k, wide]) if c.tma else None, b, args["order"], args["offsets"], grad, experts, m, n,
+         n if flip else m, b.shape[1], a.stride(0) if slots else None, b.stride(0)),
+        {"TOP_K": sizes["top_k"], "SLOTS": slots, "WIDTH": width, "FLIP": flip, "EVEN": m % c.block_m == n % c.block_n == 0,
+         "ACC": accumulator(a), "BM": c.block_m, **options},
+    )  # fmt: skip
+
+
+@triton.jit
+def _grad_bias_kernel(v, order, weights, offsets, grad, COLS, stride, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
+                      BLOCK_R: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
+    """grad[e] = the sum of v's rows of e, in order; with weights v is `tokens COLS` and they multiply it, with order alone it has
+    slots."""
+    e = tl.program_id(1)
+    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    end = tl.load(offsets + e + 1)
+    acc = tl.zeros([BLOCK_R, BLOCK], ACC)
+    for r in range(tl.load(offsets + e), end, BLOCK_R):
+        rows = r + tl.arange(0, BLOCK_R)
+        live = rows < end
+        if weights is not None:
+            slot = tl.load(order + rows, live, other=0)
+            rows = slot // TOP_K
+        if weights is None and order is not None:
+            slot = tl.load(order + rows, live, other=0)
+            at = v + slot_start(slot, stride, COLS, TOP_K, WIDTH)[:, None] + slot_columns(cols, TOP_K, WIDTH)[None, :]
+        else:
+            at = v + rows[:, None].to(tl.int64) * stride + cols[None, :]
+        value = tl.load(at, live[:, None] & (cols < COLS)[None, :], other=0.0).to(ACC)
+        if weights is not None:
+            value *= tl.load(weights + slot, live, other=0.0).to(ACC)[:, None]
+        acc += value
+    tl.store(grad + e.to(tl.int64) * COLS + cols, tl.sum(acc, 0).to(grad.dtype.element_ty), cols < COLS)
+
+
+def grad_bias_launch(v: Tensor, weights: Tensor | None, grad: Tensor, args: Args, sizes: Sizes, *, slots: bool = False,
+                     width: int = 0) -> None:  # fmt: skip
+    """grad `experts COLS`: of v `rows COLS`, of slots of such a width, or with weights of tokens."""
+    experts, cols = grad.shape
+    order = None if weights is None and not slots else args["order"]
+    _launch(
+        _grad_bias_kernel, (cdiv(cols, 64), experts), (v, order, weights, args["offsets"], grad, cols, v.stride(0)),
+        {"TOP_K": sizes["top_k"], "WIDTH": width, "BLOCK_R": 32, "BLOCK": 64, "ACC": accumulator(v), "num_warps": 4},
+    )  # fmt: skip
