@@ -407,6 +407,14 @@ def take_heads(at, k, COLS, TOP_K: tl.constexpr, WIDTH: tl.constexpr, BK: tl.con
 
 
 @triton.jit
+def store_slots(y, at, col0, value, live, COLS, TOP_K: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr):
+    """value [BM, BN] to columns from col0 on of the slots at `at` of y (see slot_start), where live."""
+    c = col0 + tl.arange(0, BN)
+    at = (y + at)[:, None] + slot_columns(c, TOP_K, WIDTH)[None, :]
+    tl.store(at, value.to(y.dtype.element_ty), live[:, None] & (c < COLS)[None, :])
+
+
+@triton.jit
 def clear_slots(y, inverse, TOKENS, COLS, TOP_K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Zeros, of this program's share, to the slots of a dense y that have no row."""
     for s in range(tl.program_id(0) * BLOCK, TOKENS * TOP_K, tl.num_programs(0) * BLOCK):

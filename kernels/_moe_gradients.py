@@ -24,6 +24,7 @@ from ._moe import (
     slot_columns,
     slot_start,
     store_rows,
+    store_slots,
     sums,
     take,
     take_expert,
@@ -49,12 +50,12 @@ def _slot_part(
     slot, stride = place
     f = f0 + tl.arange(0, BN)
     ok = live[:, None] & (f < N)[None, :]
-    columns = slot_columns(f, TOP_K, WIDTH)[None, :]
     if grad_x is not None:
-        at = grad_x + slot_start(slot, TOP_K * N, N, TOP_K, WIDTH)[:, None] + columns
-        tl.store(at, (dh * weight[:, None]).to(grad_x.dtype.element_ty), ok)
+        at = slot_start(slot, TOP_K * N, N, TOP_K, WIDTH)
+        store_slots(grad_x, at, f0, dh * weight[:, None], live, N, TOP_K, WIDTH, BN)
     if x is not None:
-        h = tl.load(x + slot_start(slot, stride, N, TOP_K, WIDTH)[:, None] + columns, ok, other=0.0).to(dh.dtype)
+        at = (x + slot_start(slot, stride, N, TOP_K, WIDTH))[:, None] + slot_columns(f, TOP_K, WIDTH)[None, :]
+        h = tl.load(at, ok, other=0.0).to(dh.dtype)
         if weighted is not None:
             store_rows(weighted, rows, f0, h * weight[:, None], live, N, BN)
         dh *= h

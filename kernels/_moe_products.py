@@ -20,9 +20,9 @@ from ._moe import (
     gated,
     multiply,
     row_pointers,
-    slot_columns,
     slot_start,
     store_rows,
+    store_slots,
     sums,
     take,
     take_expert,
@@ -193,8 +193,13 @@ def _rows_kernel(
         if bias is not None:
             acc += tl.load(bias + e * N + cols, cols < N, other=0.0).to(ACC)[None, :]
         if inverse is not None:
-            at = slot_start(slot, TOP_K * N, N, TOP_K, WIDTH)[:, None] + slot_columns(cols, TOP_K, WIDTH)[None, :]
-            tl.store(y + at, acc.to(y.dtype.element_ty), (rows < end)[:, None] & (cols < N)[None, :])
+            at = slot_start(slot, TOP_K * N, N, TOP_K, WIDTH)
+            if BN > 128:  # less is in registers at once
+                lower, upper = halves(acc, BM, BN)
+                store_slots(y, at, n * BN, lower, rows < end, N, TOP_K, WIDTH, BN // 2)
+                store_slots(y, at, n * BN + BN // 2, upper, rows < end, N, TOP_K, WIDTH, BN // 2)
+            else:
+                store_slots(y, at, n * BN, acc, rows < end, N, TOP_K, WIDTH, BN)
         else:
             store_rows(y, rows, n * BN, acc, rows < end, N, BN)
     if inverse is not None:
