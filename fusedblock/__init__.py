@@ -7,6 +7,7 @@
     register_attention, register_experts         "fusedblock" as an attention and an experts implementation of transformers
     options                                      debug checks, equal bits from run to run, equal bits whatever the batch
     attention, flash_attn_func, flash_attn_varlen_func, explain_attention       attention in every form; which kernels, and why
+    mixture_of_attention                         attention whose heads are experts that every token chooses
     rms_norm, layer_norm, qkv_rope, rope, linear, gated_mlp, plain_mlp          the other operators
 """
 
@@ -23,7 +24,7 @@ __version__ = "0.1.0"
 # Public name -> module that holds it. Resolved on first use: importing fusedblock costs nothing beyond torch.
 _PUBLIC = {
     "attention": "attention_functions", "explain_attention": "attention_functions", "flash_attn_func": "attention_functions",
-    "flash_attn_varlen_func": "attention_functions",
+    "flash_attn_varlen_func": "attention_functions", "mixture_of_attention": "attention_experts",
     "gated_mlp": "ops", "layer_norm": "ops", "linear": "ops", "plain_mlp": "ops", "qkv_rope": "ops",
     "rms_norm": "ops", "rope": "ops",
     "BlockConfig": "models", "FusedBlock": "models", "KVCache": "cache",

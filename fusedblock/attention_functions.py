@@ -31,7 +31,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _as_called(name: str, **renamed: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def as_called(name: str, **renamed: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Errors name the function that was called, whichever op found them, and arguments as that function has them."""
     argument = re.compile(rf"\b({'|'.join(renamed)})\b" if renamed else "(?!)")
 
@@ -117,7 +117,7 @@ def _converted(what: str, value: Any, expected: str, convert: Callable[[Any], An
     raise TypeError(f"{what} is {shown}, expected {expected}")
 
 
-@_as_called("attention")
+@as_called("attention")
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window = None, softcap: float = 0.0,
     sinks: Tensor | None = None, alibi_slopes: Tensor | None = None, bias: Tensor | None = None, mask: Tensor | None = None,
@@ -201,7 +201,7 @@ def explain_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Choice
 _FLASH_NAMES = {"scale": "softmax_scale", "window": "window_size", "seqused_k": "cu_seqlens_k"}
 
 
-@_as_called("flash_attn_func", **_FLASH_NAMES)
+@as_called("flash_attn_func", **_FLASH_NAMES)
 def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
@@ -224,7 +224,7 @@ def flash_attn_func(
     return _flash("flash_attn_func", given, return_attn_probs)
 
 
-@_as_called("flash_attn_varlen_func", **_FLASH_NAMES)
+@as_called("flash_attn_varlen_func", **_FLASH_NAMES)
 def flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
     dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),

@@ -29,7 +29,7 @@ from ._launch import on_device
 from ._moe_products import combine_launch, expert_bytes, rows_launch, tile_bytes
 from ._spec import Args, Op, ShapeError, Sizes, Spec, Stage, Write, accumulate_dtype
 from .moe_linear_backward import OP as BACKWARD
-from .moe_linear_backward import READS, check, plain_slots, product_flops, width_of
+from .moe_linear_backward import READS, check, plain_joined, plain_slots, product_flops, width_of
 
 
 def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
@@ -39,7 +39,8 @@ def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
     found = check("moe_linear", sizes, args)
     for name, axis in (("out_bias", "out_bias_out"), ("residual", "residual_out")):
         if sizes.get(axis, found["out"]) != found["out"]:
-            raise ShapeError(f"moe_linear: {name} has shape {tuple(args[name].shape)}, expected a last axis of out={found['out']}")
+            shape = tuple(args[name].shape)
+            raise ShapeError(f"moe_linear: {name} has shape {shape}, expected a last axis of out={found['out']}")
     if args["weights"] is None or not isinstance(sizes["rows"], int):
         return found  # without weights, and in a trace for any length, there is no scratch
     return {**found, "summed_rows": sizes["rows"]}
@@ -77,8 +78,7 @@ def reference(
         at = order[rows] // top_k if weights is None else order[rows]
         y[rows] = torch.nn.functional.linear(given[at], weight[e], None if bias is None else bias[e])
     if weights is None:
-        slots = torch.where((inverse >= 0)[..., None], y[inverse.clamp(min=0)], 0.0)
-        return (slots.unflatten(2, (heads, -1)).transpose(1, 2).reshape(len(x), -1),)
+        return (plain_joined(y, inverse, heads),)
     out = _moe.plain_combine(y.to(acc), weights.to(acc), inverse)
     for more in (residual, out_bias):
         out = out if more is None else out + more.to(acc)

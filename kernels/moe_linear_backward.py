@@ -1,7 +1,7 @@
 """Gradients of linear layers chosen by token: through the product, and of its weights, biases and the weights of the sum.
 
-    without weights   grad_x[token] = sum over its slots of grad_out[slot] @ weight[e]            in the order of its slots, in fp32
-                      grad of weight[e] = grad_out[slot].T @ x[token],  of bias[e] = sum of grad_out[slot]         over e's rows
+    without weights   grad_x[token] = sum over its slots of grad_out[slot] @ weight[e]          in the order of its slots, in fp32
+                      grad of weight[e] = grad_out[slot].T @ x[token],  of bias[e] = sum of grad_out[slot]        over e's rows
     with weights      d = grad_out[token] @ weight[e],  grad_x[slot] = weights * d
                       grad of weights = <x[slot], d> + <bias[e], grad_out[token]>
                       grad of weight[e] = grad_out[token].T @ (weights * x[slot]),  of bias[e] = sum of weights * grad_out[token]
@@ -30,7 +30,7 @@ from ._spec import Args, Op, ShapeError, Sizes, Spec, Stage, Write, accumulate_d
 
 NAME = "moe_linear_backward"
 READS = {"weight": "experts weight_rows weight_columns", "bias": "experts bias_out", "weights": "tokens top_k", **_moe.INDEX}
-_NO_GATE = {"activation": "", "interleaved": False}  # to the experts' kernel, for which a sum by weights is a down product
+_NO_GATE = {"activation": "", "interleaved": False}
 
 
 def check(op: str, sizes: Sizes, args: Args) -> dict[str, int]:
@@ -59,13 +59,14 @@ def plain_slots(t: Tensor, top_k: int, heads: int) -> Tensor:
     return t.unflatten(1, (heads, top_k, -1)).transpose(1, 2).flatten(2).flatten(0, 1)
 
 
+def plain_joined(y: Tensor, inverse: Tensor, heads: int) -> Tensor:
+    """`tokens heads*top_k*width` of y `rows heads*width`; 0 where a slot has no row."""
+    slots = torch.where((inverse >= 0)[..., None], y[inverse.clamp(min=0)], 0.0)
+    return slots.unflatten(2, (heads, -1)).transpose(1, 2).flatten(1)
+
+
 def product_flops(s: Sizes, args: Args) -> int:
     return 2 * s["rows"] * s["in"] * s["out"]
-
-
-def _sum_sizes(sizes: Sizes) -> Sizes:
-    """Axes by the names that they have in a down product."""
-    return {**sizes, "ffn": sizes["in"], "hidden": sizes["out"], "ffn_tiles": sizes.get("in_tiles", 0)}
 
 
 def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
@@ -140,7 +141,7 @@ def reference(
     inverse: Tensor, offsets: Tensor, tiles: Tensor, transposed: bool, heads: int, tile_rows: int, need_x: bool,
     need_weight: bool, need_bias: bool, need_weights: bool, need_out_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    (tokens, top_k), acc = indices.shape, accumulate_dtype(x.dtype)
+    top_k, acc = indices.shape[1], accumulate_dtype(x.dtype)
     w = weight.mT if transposed else weight
     given, upstream = (x, plain_slots(grad_out, top_k, heads)) if weights is None else (plain_slots(x, top_k, heads), grad_out)
     d, dw, db = x.new_zeros(order.shape[0], w.shape[2]), torch.zeros_like(w), x.new_zeros(w.shape[:2])
@@ -159,13 +160,11 @@ def reference(
             d_weights[rows] += dy.to(acc) @ bias[e].to(acc)
         d[rows], dw[e] = (scale * through).to(x.dtype), dy.mT @ (scale * a).to(x.dtype)
         db[e] = (scale * dy.to(acc)).sum(0).to(x.dtype)
-    by_slot = inverse.clamp(min=0)
     if weights is None:
-        dx, of_weights = _moe.plain_combine(d.to(acc), None, inverse).to(x.dtype), d_weights.new_empty(0)
+        dx, of_weights = _moe.plain_combine(d.to(acc), None, inverse).to(x.dtype), x.new_empty(0)
     else:
-        slots = torch.where((inverse >= 0)[..., None], d[by_slot], 0.0)
-        dx = slots.unflatten(2, (heads, -1)).transpose(1, 2).reshape(tokens, -1)
-        of_weights = torch.where(inverse >= 0, d_weights[by_slot], 0.0).to(weights.dtype)
+        dx = plain_joined(d, inverse, heads)
+        of_weights = torch.where(inverse >= 0, d_weights[inverse.clamp(min=0)], 0.0).to(weights.dtype)
     found = (dx, dw.mT.contiguous() if transposed else dw, db, of_weights, grad_out.to(acc).sum(0).to(x.dtype))
     # Absent results are apart from one another: an operator's results must not alias.
     needs = (need_x, need_weight, need_bias, need_weights, need_out_bias)
@@ -204,8 +203,10 @@ def launch(
 
 def _of_a_sum(args: dict[str, Any], sizes: Sizes, results: tuple[Tensor, ...], weighted: Tensor, part: Tensor) -> None:
     (dx, dw, db, d_weights, d_out_bias), grad_out = results, contiguous_last(args["grad_out"])
-    given = {**args, **_NO_GATE, "down_weight": args["weight"], "down_bias": args["bias"], "weights": args["weights"].contiguous()}
-    named, form, need_weight = _sum_sizes(sizes), sizes["form"], args["need_weight"]
+    weights, form, need_weight = args["weights"].contiguous(), sizes["form"], args["need_weight"]
+    # By the names of a down product, without an activation before it.
+    given = {**args, **_NO_GATE, "down_weight": args["weight"], "down_bias": args["bias"], "weights": weights}
+    named = {**sizes, "ffn": sizes["in"], "hidden": sizes["out"], "ffn_tiles": sizes["in_tiles"]}
     if form >= -1:
         grad_hidden_launch(
             given, named, form > 0, contiguous_last(args["x"]) if form & 1 else None, dx if args["need_x"] else None,
@@ -216,7 +217,7 @@ def _of_a_sum(args: dict[str, Any], sizes: Sizes, results: tuple[Tensor, ...], w
     if need_weight:
         grad_weight_launch(weighted, grad_out, dw, not args["transposed"], args, sizes)
     if args["need_bias"]:
-        grad_bias_launch(grad_out, given["weights"], db, args, sizes)
+        grad_bias_launch(grad_out, weights, db, args, sizes)
     if args["need_out_bias"]:
         sum_rows(grad_out, d_out_bias)
 

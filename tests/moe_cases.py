@@ -112,9 +112,9 @@ class Projections:
 
     @property
     def id(self) -> str:
-        shape = f"moe_linear-{'sum' if self.sums else 'slots'}-{self.tokens}x{self.inner}x{self.outer}-{self.experts}:{self.top_k}"
-        words = "-".join(["", self.given.replace(" ", "+")]) if self.given else ""
-        return f"{shape}-{self.routing}-h{self.heads}{words}-{self.tile_rows}"
+        shape = f"{'sum' if self.sums else 'slots'}-{self.tokens}x{self.inner}x{self.outer}-{self.experts}:{self.top_k}"
+        words = "-" * bool(self.given) + self.given.replace(" ", "+")
+        return f"moe_linear-{shape}-{self.routing}-h{self.heads}{words}-{self.tile_rows}"
 
     def make(self, dtype: torch.dtype, g: torch.Generator) -> Args:
         words, (e, k, n) = self.given.split(), (self.experts, self.inner, self.outer)

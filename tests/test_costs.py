@@ -105,6 +105,9 @@ def test_a_gradient_that_is_not_wanted_costs_nothing(case):
         elif case.op == "moe_experts":  # down_bias alone needs nothing of what the others share; x has a sum besides
             wanted = {*names} - {*left_out}
             assert len(costs) == len(wanted) + ("x" in wanted) + (len(wanted - {"down_bias"}) > 0)
+        elif case.op == "moe_linear":  # of a sum: x's is made where the weights' are begun and what weight's reads
+            wanted = {*names} - {*left_out}
+            assert len(costs) == len(wanted - {"x"}) + (len(wanted & {"x", "weight", "weights"}) > 0)
         else:
             assert len(costs) == full - len(left_out)
 

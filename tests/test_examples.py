@@ -24,6 +24,8 @@ EXPECTED = {
                        r"relative difference of a prompt and 4 decode steps"],
     "train": [FUSED, r"loss 5\.\d+ -> 0\.\d+ in 30 steps", r"loaded into original layers, are the same: True"],
     "encoder_embeddings": [FUSED, r"relative difference of the embeddings, .*: ", r"cat and kitten: 0\.7\d", r"revenue: -?0\.0"],
+    "mixture_of_attention": [r"transformers forward +\d\d launches", r"fusedblock   forward +\d launches",
+                             r"fusedblock   backward +1\d launches", r"relative difference of the gradients, "],
     "measure_layer": [r"(?i)launches", r"(?i)prefill", r"(?i)decode", r"(?i)train"],
 }  # fmt: skip
 

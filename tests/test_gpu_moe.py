@@ -1,4 +1,5 @@
-"""The whole block of a mixture on a GPU: recorded and replayed, in a CUDA graph, with gradients, of few tokens, many and none."""
+"""The whole block of a mixture on a GPU: recorded and replayed, in a CUDA graph, with gradients, of few tokens, many and none;
+and attention whose heads are experts."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from benchmarks.engine import errors, verdict
 from benchmarks.moe_forms import ours
 from benchmarks.moe_problem import Inputs, Problem, make_inputs, make_weights, plain
-from fusedblock import options
+from fusedblock import mixture_of_attention, options
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
@@ -107,3 +108,26 @@ def test_no_tokens() -> None:
     out = ours(p, given.weights)(given)
     grads = torch.autograd.grad(out, given.leaves(), given.grad_out)
     assert [g.shape for g in grads] == [t.shape for t in given.leaves()] and not any(g.any() for g in grads)
+
+
+@pytest.mark.parametrize("seq", [2, 45, 550])
+def test_attention_experts(seq: int) -> None:
+    """Beside the same function in plain torch on the CPU, and equal bits again. All experts are chosen: none by rounding."""
+    g = torch.Generator().manual_seed(seq)
+    sizes = {"x": (2, seq, 136), "router": (6, 136), "q": (6, 192, 136), "kv": (384, 136), "o": (6, 136, 192), "bias": (136,)}
+    given = {n: torch.randn(*s, generator=g) * (1 if n == "x" else s[-1] ** -0.5) for n, s in sizes.items()}
+    upstream = torch.randn(2, seq, 136, generator=g)
+    angles = torch.outer(torch.arange(float(seq)), 10000.0 ** -(torch.arange(32) / 32))[None]
+
+    def step(dtype: torch.dtype, device: str) -> list[Tensor]:
+        leaves = [t.to(torch.bfloat16).to(device, dtype).requires_grad_() for t in given.values()]
+        tables = [t.to(device, torch.float64 if dtype is torch.float64 else torch.float32) for t in (angles.cos(), angles.sin())]
+        *weights, bias = leaves
+        made = mixture_of_attention(*weights, *tables, top_k=6, head_dim=64, bias=bias)
+        grads = torch.autograd.grad(made.out, leaves, upstream.to(torch.bfloat16).to(device, dtype))
+        return [t.detach().cpu() for t in (made.out, *grads)]
+
+    exact, rounded = step(torch.float64, "cpu"), step(torch.bfloat16, "cpu")
+    first, second = step(torch.bfloat16, "cuda"), step(torch.bfloat16, "cuda")
+    assert verdict(errors(first, exact), errors(rounded, exact)) == "ok"
+    assert all(map(torch.equal, first, second))

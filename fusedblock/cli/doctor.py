@@ -25,7 +25,7 @@ import fusedblock
 from fusedblock.kernels import _gluon, _hopper_check, _lang
 from fusedblock.kernels._target import Target, target_of
 from fusedblock.metering.device import describe, versions
-from fusedblock.ops import RouterSpec, moe_experts, moe_index, moe_route
+from fusedblock.ops import RouterSpec, moe_experts, moe_index, moe_linear, moe_route
 from fusedblock.options import from_environment
 
 from . import checkpoints
@@ -206,6 +206,13 @@ def _cases() -> dict[str, tuple[Callable[..., Tensor], Shapes]]:
         indices = indices.to(torch.int32)
         return moe_experts(x, gate_up, down, weights, indices, moe_index(indices, 7, 16), tile_rows=16)
 
+    def projections(x: Tensor, q: Tensor, o: Tensor, weights: Tensor) -> Tensor:
+        """To slots of two heads and back, by experts t and t+2 of 5 for token t."""
+        indices = ((torch.arange(len(x), device=x.device)[:, None] + torch.tensor((0, 2), device=x.device)) % 5).to(torch.int32)
+        index = moe_index(indices, 5, 16)
+        slots = moe_linear(x, q, indices, index, tile_rows=16, heads=2)
+        return moe_linear(slots, o, indices, index, tile_rows=16, heads=2, weights=weights)
+
     x, kv = (2, 19, 96), (2, 45, 2, 32)
     expert_weights = {"gate_up": (7, 80, 96), "down": (7, 96, 40)}
     qkv_weights = {"q": (128, 96), "k": (64, 96), "v": (64, 96)}
@@ -222,6 +229,7 @@ def _cases() -> dict[str, tuple[Callable[..., Tensor], Shapes]]:
         "gated_mlp": (fusedblock.gated_mlp, {"x": x, "gate_weight": (80, 96), "up_weight": (80, 96)}),
         "plain_mlp": (lambda x, w, b: fusedblock.plain_mlp(x, w, b, activation="gelu"), {"x": x, "w": (80, 96), "b": (80,)}),
         "moe_route": (route, {"x": x, "weight": (12, 96)}),
+        "moe_linear": (projections, {"x": (66, 96), "q": (5, 80, 96), "o": (5, 96, 80), "weights": (66, 2)}),
         **{
             f"moe_experts{words}": (experts, {"x": (tokens, 96), **expert_weights, "weights": (tokens, 3)})
             for words, tokens in (("", 66), (", few tokens", 19), (", one token", 1))
