@@ -13,6 +13,7 @@ from fusedblock.blocks import Mixed
 from fusedblock.blocks.functional import target_of
 from fusedblock.cache import KVCache
 from fusedblock.kernels._spec import Args, Sizes, Spec
+from fusedblock.kernels.rope import check_head_dim
 
 __all__ = ["mixture_of_attention"]
 
@@ -61,10 +62,10 @@ def mixture_of_attention(
         heads = {"q": (seq, kv_heads * top_k), "k": (past + seq, kv_heads), "v": (past + seq, kv_heads)}
         explain_attention(**{n: x.new_empty(1).expand(batch, *shape, head_dim) for n, shape in heads.items()}, **options)
 
-    rows = x.reshape(batch * seq, -1)
+    rows = x.flatten(0, 1)
     tile_rows = ops.choose_tile_rows(len(rows), top_k, experts, x.dtype.itemsize, target_of(x.device))
     weights, indices, logits, *index = ops.moe_route(rows, router_weight, router, tile_rows=tile_rows)
-    q = ops.moe_linear(rows, q_weight, indices, index, tile_rows=tile_rows, heads=kv_heads).view(batch, seq, -1, head_dim)
+    q = ops.moe_linear(rows, q_weight, indices, index, tile_rows=tile_rows, heads=kv_heads).unflatten(0, (batch, seq))
     k, v = ops.linear(x, kv_weight).unflatten(-1, (2, kv_heads, head_dim)).unbind(2)
     if cos is not None and sin is not None:
         q, k = ops.rope(q, k, cos, sin, interleaved=interleaved)
@@ -73,8 +74,8 @@ def mixture_of_attention(
     attended = attention(q, k, v, **options)
     assert isinstance(attended, Tensor)
     out = ops.moe_linear(
-        attended.view(len(rows), -1, head_dim), o_weight, indices, index, tile_rows=tile_rows, weights=weights, heads=kv_heads,
-        out_bias=bias, residual=None if residual is None else residual.reshape(len(rows), -1),
+        attended.flatten(0, 1), o_weight, indices, index, tile_rows=tile_rows, weights=weights, heads=kv_heads,
+        out_bias=bias, residual=None if residual is None else residual.flatten(0, 1),
     )  # fmt: skip
     return Mixed(out.view(x.shape), logits, weights, indices)
 
@@ -100,8 +101,8 @@ def _related(sizes: Sizes, args: Args) -> dict[str, int]:
     if (args["cos"] is None) != (args["sin"] is None):
         kinds = ["None" if args[n] is None else "a tensor" for n in ("cos", "sin")]
         raise ValueError(f"{name}: cos is {kinds[0]}, but sin is {kinds[1]}: both or neither")
-    if 2 * sizes.get("half_rotary", 0) > head_dim:
-        raise ops.ShapeError(f"{name}: cos has half_rotary={sizes['half_rotary']}, expected at most head_dim/2={head_dim // 2}")
+    if args["cos"] is not None:
+        check_head_dim(name, {**sizes, "head_dim": head_dim})
     return {"kv_heads": width // head_dim}
 
 

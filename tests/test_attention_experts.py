@@ -170,6 +170,18 @@ def test_compiled() -> None:
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("interpreted", [True, False])
+def test_no_tokens(interpreted: bool) -> None:
+    given, angles = arguments(torch.float32)
+    with recording("sm_90") if interpreted else torch.enable_grad():
+        for batch, seq in ((2, 0), (0, 6)):
+            x, residual = (given[i][:batch, :seq] for i in (0, 6))
+            out = public(x, *given[1:6], residual, *(t[:, :seq] for t in angles))
+            assert out.shape == x.shape
+            grads = torch.autograd.grad(out, given[:6], torch.ones_like(out))
+            assert all(not g.any() and g.shape == t.shape for g, t in zip(grads, given))
+
+
 # ---- caches --------------------------------------------------------------------------------------------------------------------
 
 CACHES = {
@@ -206,6 +218,7 @@ ERRORS = [
     ({"residual": torch.ones(2, 10, 40)}, ValueError, "residual (batch seq hidden) has seq=10, but seq=11 so far"),
     ({"q_weight": torch.ones(5, 48, 40, dtype=BF16)}, ValueError, "q_weight has dtype torch.bfloat16, but x has torch.float32"),
     ({"sin": None}, ValueError, "cos is a tensor, but sin is None: both or neither"),
+    ({"head_dim": 12}, ValueError, "head_dim=12, expected 16 to 256 in multiples of 8"),
     ({"top_k": 6}, ValueError, "top_k=6, expected 1 to experts=5"),
     ({"scoring": "relu"}, ValueError, "scoring='relu', expected one of softmax, sigmoid, softmax_chosen"),
     ({"cache": object()}, TypeError, "cache is a object without update"),
