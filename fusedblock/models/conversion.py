@@ -189,9 +189,10 @@ def original_state(model: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str
 
     A FusedBlock's under those that its layer has in a checkpoint of transformers. Other modules have no names but their own.
     """
-    if isinstance(getattr(model, "config", None), BlockConfig):
+    if isinstance(config := getattr(model, "config", None), BlockConfig):
         theirs = {key: name for name, key in _old_names(model, state).items()}
-        return {theirs.get(key, key): value for key, value in state.items()}
+        named = {theirs.get(key, key): value for key, value in state.items()}
+        return expert_names.split(named, config.model_type) if config.sparse else named
     if not is_pretrained(model):
         return state
     from transformers.core_model_loading import revert_weight_conversion
