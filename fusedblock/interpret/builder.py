@@ -73,7 +73,10 @@ class Builder(stock.InterpreterBuilder):
     def __init__(self) -> None:
         super().__init__()
         precisions = ("tf32", "tf32x3", "ieee", "bf16x3", "bf16x6")
-        self.options: Any = dataclasses.replace(stock.InterpreterOptions(), allowed_dot_input_precisions=precisions)
+        # Without debug, triton's check of sums and products for overflow computes its condition and then drops it.
+        self.options: Any = dataclasses.replace(
+            stock.InterpreterOptions(), allowed_dot_input_precisions=precisions, sanitize_overflow=False
+        )
         self.float_type: Any = tl.float32  # of float arguments and constants
         self.launch: Launch | None = None
 

@@ -21,6 +21,7 @@ from triton.runtime.interpreter import TensorHandle
 from triton.runtime.jit import JITFunction
 
 from ..kernels._lang import tl
+from . import quick
 from .builder import Reduce, Scan, builder, scalar, semantic, wide
 
 
@@ -126,7 +127,7 @@ def language() -> list[tuple[Any, str, Any]]:
     for name in ("gdc_wait", "gdc_launch_dependents"):  # programs run one after the other: nothing to wait for
         if hasattr(cuda, name):
             recorder.set_attr(cuda, name, lambda *args, **kwargs: None)
-    return recorder.changes
+    return [*recorder.changes, *quick.changes()]
 
 
 # ---- kernels as Python functions ---------------------------------------------------------------------------------------
