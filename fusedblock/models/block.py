@@ -119,7 +119,7 @@ class FusedBlock(nn.Module):
             output_router_logits: of a layer with experts (config.sparse), return what its router says of every token too, for an
                 auxiliary loss: transformers' load_balancing_loss_func takes a tuple of them, of all layers.
 
-        Returns `batch seq hidden` in the dtype of hidden_states; with output_router_logits also `batch*seq experts`, in that dtype
+        Returns `batch seq hidden` in the dtype of hidden_states; with output_router_logits also `batch*seq experts` in that dtype
         (under autocast in the one it multiplies in), or in fp32 where the family's router computes in it (GLM-4 MoE). Raises,
         before anything is launched, ShapeError, ValueError or TypeError naming the argument and both values.
         """

@@ -85,7 +85,7 @@ class BlockConfig:
             token has num_experts_per_tok.
         moe_intermediate_size: width of an expert, where intermediate_size is that of a dense layer (of Mixtral, OLMoE and gpt-oss
             intermediate_size is an expert's).
-        shared_expert_intermediate_size, n_shared_experts: width of the expert that all tokens have; how many times that of another.
+        shared_expert_intermediate_size, n_shared_experts: width of the expert that all tokens have, or how many others'.
         mlp_only_layers, decoder_sparse_step, first_k_dense_replace: which layers are dense, see `sparse`.
         norm_topk_prob, n_group, topk_group, routed_scaling_factor: of the router.
         router_jitter_noise: must be 0 in training.

@@ -1,4 +1,4 @@
-"""The modules of a FusedBlock: at the places of an entry of the table of architectures, under its names, what `bind` looks for."""
+"""The modules of a FusedBlock: what `bind` looks for, at the places of an entry of the table of architectures."""
 
 from __future__ import annotations
 

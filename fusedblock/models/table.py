@@ -203,7 +203,7 @@ def _decoder(family: str, name: str, **options: object) -> LayerSpec:
 
 
 def _mixture(family: str, name: str, block: str, dense: bool = False, shared: str = "", **options: Any) -> LayerSpec:
-    """A decoder layer whose MLP is a mixture, the class `name` + `block`; dense: in some layers it is not. options: Sparse's too."""
+    """A decoder layer whose MLP is a mixture, the class `name` + `block`; dense: not in all layers. options: Sparse's too."""
     classes = {"self_attn": f"{name}Attention", **({"mlp": f"{name}MLP"} if dense else {})}
     own = {f.name: options.pop(f.name) for f in fields(Sparse) if f.name in options}
     parts = {"mlp": name + block, "mlp.experts": f"{name}Experts", **({shared: f"{name}MLP"} if shared else {})}
