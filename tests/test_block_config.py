@@ -35,9 +35,11 @@ def test_a_word_left_out_has_the_value_that_transformers_gives_it(family: str) -
 
 def assert_words_are_those_of_transformers(family: str) -> None:
     theirs = AutoConfig.for_model(family)
+    width, rest = divmod(theirs.hidden_size, theirs.num_attention_heads)
     ours = BlockConfig.from_dict(
         {"model_type": family, "hidden_size": theirs.hidden_size, "num_attention_heads": theirs.num_attention_heads,
-         "intermediate_size": getattr(theirs, "intermediate_size", None)}
+         "intermediate_size": getattr(theirs, "intermediate_size", None),
+         **({"head_dim": width} if rest else {})}  # of GLM-4 MoE's defaults
     )  # fmt: skip
     other_names = {word: name for name, word in FAMILIES[family].aliases.items()}
     checked = 0
@@ -173,6 +175,7 @@ def test_a_config_is_a_value() -> None:
 
 
 MISTRAL = {"model_type": "mistral", "num_key_value_heads": 4}
+MIXTRAL = {"model_type": "mixtral", "num_key_value_heads": 4}
 QWEN = {"model_type": "qwen3_moe"}
 GLM = {"model_type": "glm4_moe", "num_key_value_heads": 4, "layer_idx": 1}
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -203,8 +206,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "layer_types has 'chunked_attention' for layer 0, expected full_attention or sliding_attention",
     ),
     "experts of none": ({"num_experts": 4}, "num_experts=4, but model_type='llama' has no such word"),
-    "no experts": ({"model_type": "mixtral", "num_local_experts": 0}, "num_local_experts=0, expected a positive integer"),
-    "their name": ({"model_type": "mixtral", "num_experts": 4}, "num_experts=4, but model_type='mixtral' .*num_local_experts"),
+    "no experts": ({**MIXTRAL, "num_local_experts": 0}, "num_local_experts=0, expected a positive integer"),
+    "their name": ({**MIXTRAL, "num_experts": 4}, "num_experts=4, but model_type='mixtral' .*num_local_experts"),
     "too many": ({**QWEN, "num_experts": 4}, "num_experts_per_tok=8, but num_experts=4"),
     "none chosen": ({**QWEN, "num_experts_per_tok": 0}, "num_experts_per_tok=0, expected a positive integer"),
     "no width": ({**QWEN, "moe_intermediate_size": -1}, "moe_intermediate_size=-1, expected a positive integer"),
@@ -282,7 +285,7 @@ def test_rotary_tables_are_those_of_transformers(name: str) -> None:
 
 def test_the_short_tables_of_gpt_oss() -> None:
     """One column for each angle, by the scaling that its config has without rope_parameters."""
-    theirs = AutoConfig.for_model("gpt_oss", **SIZES, head_dim=64)
+    theirs = AutoConfig.for_model("gpt_oss", **SIZES, head_dim=64, num_key_value_heads=4)
     ours = BlockConfig.from_dict({**theirs.to_dict(), "rope_parameters": None})
     positions = torch.stack((torch.arange(100), 3 * torch.arange(100) + 1500))
     x = torch.zeros(2, 100, 64, dtype=torch.bfloat16)
