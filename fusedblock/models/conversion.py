@@ -187,7 +187,8 @@ def has_rules(target: nn.Module) -> bool:
 def original_state(model: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """``state`` under the names and in the layout of the model's checkpoints, as ``save_pretrained`` writes them.
 
-    A FusedBlock's under those that its layer has in a checkpoint of transformers. Other modules have no names but their own.
+    A FusedBlock's under those that its layer has in a checkpoint of transformers, its experts one by one where they lie there so.
+    Other modules have no names but their own.
     """
     if isinstance(config := getattr(model, "config", None), BlockConfig):
         theirs = {key: name for name, key in _old_names(model, state).items()}
