@@ -71,6 +71,7 @@ class BlockBinding(NamedTuple):
 
 # Activations that are plain functions, called with their defaults.
 _FUNCTIONS = ((nn.functional.silu, "silu"), (nn.functional.gelu, "gelu"), (nn.functional.relu, "relu"))
+# Where those are from that are modules.
 _MODULES = ("torch.nn.modules.activation", "transformers.activations", "fusedblock.models.block_parts")
 
 

@@ -131,6 +131,7 @@ class Experts(Part):
     def _apply_gate(self, gate_up: Tensor) -> Tensor:  # by its name it is known for act_fn(gate) * up
         return self.forward(gate_up)  # type: ignore[no-any-return]
 
+
 class ClampedExperts(Experts):
     """With alpha and limit of a clamped gate, for an activation."""
 
