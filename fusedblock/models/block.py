@@ -157,7 +157,7 @@ class FusedBlock(nn.Module):
             return mixed.out
 
         out = blocks.forward(bound.spec, bound.weights, hidden_states, cos, sin, mask=mask, causal=causal, windowed=not whole,
-                             update=update, compute_dtype=compute, own=bound.own,
+                             update=update, compute_dtype=compute, own=bound.own, kept=bound.fixed,
                              mlp=experts if bound.mixture is not None else None)  # fmt: skip
         return (out, logits[0]) if output_router_logits else out
 
