@@ -118,7 +118,7 @@ def measure(
             notes.append("the ceiling of matrix products is that of bf16")
     plain = f"transformers, {baseline} attention"
     labels = (plain, _WHOLE if _WHOLE in fused else f"{plain}: {_EXPERTS if _EXPERTS in fused else 'nothing is fused'}")
-    sides = (
+    before, after = (
         Side(labels[i], (*_rows(rows[i], "layers"), *_rows(outside, "outside")), timings[i], floors[i] if ceilings else None)
         for i in (0, 1)
     )
@@ -131,7 +131,8 @@ def measure(
         str(dtype).removeprefix("torch."),
         len(layers),
         baseline,
-        *sides,
+        before,
+        after,
         machine.describe(where),
         machine.versions(),
         ceilings,
