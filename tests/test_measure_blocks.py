@@ -109,11 +109,9 @@ def test_a_model_with_weights_counts_as_its_config() -> None:
     model.config._experts_implementation = "grouped_mm"
     report, one = (measure(m, batch=2, seq=16) for m in (model, config("deepseek_v3")))
     assert (report.layers, one.layers) == (2, 1) and one.subject == "layer 1 of deepseek_v3, the first with experts"
-    for side in ("before", "after"):
-        whole, single = (numbers(getattr(r, side).total("layers")) for r in (report, one))
-        dense = [a - b for a, b in zip(whole, single)]
-        assert min(dense) > 0 and (side == "before" or dense == before)
-        before = dense
+    whole, single = ([numbers(side.total("layers")) for side in (r.before, r.after)] for r in (report, one))
+    before, after = ([a - b for a, b in zip(*pair)] for pair in zip(whole, single))  # what the dense layer adds
+    assert min(before) > 0 and before == after
     said = f"not fused, after is as before: {WAITS}, and the MLP has no experts"
     assert said in report.notes and said not in one.notes
     fusedblock.fuse(model)
