@@ -7,6 +7,7 @@ from typing import Any
 import families
 import pytest
 import torch
+from llama import relative_error
 from mixtures import build
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, DynamicCache
@@ -17,7 +18,7 @@ from fusedblock.metering import TrafficCounter, measure
 from fusedblock.metering.counter import Totals
 from fusedblock.metering.report import OpRow, Side
 from fusedblock.metering.routing import even, routing_of
-from fusedblock.metering.workload import copy_module, layer_of_config, without_memory
+from fusedblock.metering.workload import LayerCall, copy_module, layer_of_config, on, without_memory, workload
 from fusedblock.models.table import LATENT
 
 WAITS = "multi-head latent attention has no kernel yet"
@@ -155,3 +156,18 @@ def test_a_block_that_is_not_fused_says_why() -> None:
     assert any(note.startswith("not fused, after is as before: ") and "Tanh has no kernel" in note for note in report.notes)
     with pytest.raises(ValueError, match=f"no layer that can be fused; DeepseekV3DecoderLayer: {WAITS}"):
         measure(config("deepseek_v3", first_k_dense_replace=2), batch=1, seq=8)
+
+
+@pytest.mark.parametrize("family", ("deepseek_v2", "deepseek_v3"))
+def test_calls_that_would_be_timed_compute_the_same(family: str) -> None:
+    """Again and again, on the same latent keys."""
+    layer, found = build(family).model.layers[1], []
+    for fuse in (False, True):
+        torch.manual_seed(0)
+        made = copy_module(layer, on(torch.device("cpu")))
+        if fuse:
+            assert fusedblock.fuse(made).fused_blocks == 1
+        call = LayerCall(made, workload("decode", 2, 1, 9), "sdpa", torch.device("cpu"))
+        found += [call(), call()]
+    assert found[0].shape == (2, 1, H) and torch.equal(found[0], found[1]) and torch.equal(found[2], found[3])
+    assert relative_error(found[2], found[0]) < 1e-5
