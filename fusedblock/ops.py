@@ -37,7 +37,7 @@ from fusedblock.kernels._attention_choice import Choice, choose
 from fusedblock.kernels._attention_skeleton import Skeleton, skeleton
 from fusedblock.kernels._launch import replays, runs_kernels
 from fusedblock.kernels._math import check_activation, plain_activate
-from fusedblock.kernels._moe import CLAMPED, check_gate, choose_tile_rows, form
+from fusedblock.kernels._moe import CLAMPED, check_gate, choose_tile_rows, form, index_of
 from fusedblock.kernels._replay import Fixed, replayed
 from fusedblock.kernels._router import RouterSpec, check_router
 from fusedblock.kernels._spec import Cost, Op, ShapeError
@@ -482,7 +482,7 @@ def moe_experts(
     indices, index (order, inverse, offsets, tiles): of moe_route or moe_index, for tile_rows. See kernels/moe_experts.py."""
     given = (x, gate_up_weight, down_weight, gate_up_bias, down_bias, weights)
     how = (activation, alpha, limit, transposed, interleaved, tile_rows)
-    return _moe_experts_op(*given, indices, *index, *how, wants_grad(*given), residual)[0]
+    return _moe_experts_op(*given, indices, *index_of("moe_experts", index), *how, wants_grad(*given), residual)[0]
 
 
 def attention_args(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None = None, bias: Tensor | None = None,

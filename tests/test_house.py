@@ -21,6 +21,7 @@ TREES = ("fusedblock", "kernels", "tests", "examples", "benchmarks")
 ARROWS: dict[str, set[str]] = {
     "kernels": set(),
     "options": set(),
+    "extras": set(),
     "debug": {"kernels"},
     "ops": {"kernels", "debug"},
     "attention_functions": {"ops", "kernels", "debug"},
@@ -29,8 +30,8 @@ ARROWS: dict[str, set[str]] = {
     "cache": {"ops"},
     "blocks": {"ops", "cache", "debug"},
     "models": {"blocks", "ops", "io", "cache", "attention_functions"},
-    "metering": {"models", "blocks", "ops", "kernels", "interpret"},
-    "cli": {"kernels", "ops", "interpret", "io", "cache", "blocks", "models", "metering"},
+    "metering": {"models", "blocks", "ops", "kernels", "interpret", "extras"},
+    "cli": {"extras", "kernels", "ops", "interpret", "io", "cache", "blocks", "models", "metering"},
     "__main__": {"cli"},
 }
 ARROWS["__init__"] = set(ARROWS) - {"__main__"}

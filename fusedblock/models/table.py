@@ -425,21 +425,26 @@ OLD_PARAMETERS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "Laye
 SPECS = {spec.layer_class: spec for spec in _ENTRIES}
 FAMILIES = {spec.family: spec for spec in _ENTRIES}
 
+# Layers of transformers whose attention waits for a kernel, and where they keep what does not.
+LATENT = {spec.layer_class: spec for spec in (
+    _mixture("deepseek_v2", "DeepseekV2", "Moe", dense=True, shared="mlp.shared_experts"),
+    _mixture("deepseek_v3", "DeepseekV3", "MoE", dense=True, shared="mlp.shared_experts"),
+)}  # fmt: skip
 # Layers of transformers that wait for something: class -> for what.
-WAITING = {
-    "DeepseekV2DecoderLayer": "multi-head latent attention has no kernel yet",
-    "DeepseekV3DecoderLayer": "multi-head latent attention has no kernel yet",
-}
+WAITING = dict.fromkeys(LATENT, "multi-head latent attention has no kernel yet")
 
 
-def _block(family: str, name: str, block: str) -> MixtureSpec:
-    parts = {"experts": f"{name}Experts", "shared_experts": f"{name}MLP"}
-    return MixtureSpec(family, name + block, Sparse(parts, "gate", "experts", "shared_experts"))
+def _alone(spec: LayerSpec) -> MixtureSpec:
+    """The block of experts of a layer, with paths that start at it."""
+    assert spec.sparse is not None
+    sparse, start = spec.sparse, f"{spec.sparse.block}."
+    parts = {path.removeprefix(start): name for path, name in sparse.classes.items() if path != sparse.block}
+    router, experts, shared = (path.removeprefix(start) for path in (sparse.router, sparse.experts, sparse.shared))
+    return MixtureSpec(spec.family, sparse.classes[sparse.block], Sparse(parts, router, experts, shared))
 
 
 # Blocks of experts in them that do not: class -> where it keeps its parts.
-BLOCKS = {spec.block_class: spec for spec in (
-    _block("deepseek_v2", "DeepseekV2", "Moe"), _block("deepseek_v3", "DeepseekV3", "MoE"))}  # fmt: skip
+BLOCKS = {spec.block_class: spec for spec in map(_alone, LATENT.values())}
 
 
 def known_class(cls: type) -> type | None:
@@ -447,8 +452,13 @@ def known_class(cls: type) -> type | None:
     return next((b for b in cls.__mro__ if b.__name__ in SPECS and b.__module__ == SPECS[b.__name__].home), None)
 
 
+def latent_class(cls: type) -> type | None:
+    """Likewise of the layers of which the block of experts alone is fused."""
+    return next((b for b in cls.__mro__ if b.__name__ in LATENT and b.__module__ == LATENT[b.__name__].home), None)
+
+
 def known_block(cls: type) -> type | None:
-    """Likewise of the blocks of experts that are fused alone."""
+    """And of these blocks."""
     return next((b for b in cls.__mro__ if b.__name__ in BLOCKS and b.__module__ == BLOCKS[b.__name__].home), None)
 
 
