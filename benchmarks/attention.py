@@ -64,6 +64,8 @@ def groups(dry: bool) -> list[Group]:
         Group("causal", Problem(8, 2048), core, quick=True, ahead=False),
         Group("causal", Problem(4, 4096), core, ahead=False),
         Group("causal", Problem(1, 16384), core, ahead=False),
+        Group("causal", Problem(32, 512), core),
+        Group("causal", Problem(1, 32768), (*BACKENDS[:2], "fa4", *OURS), ahead=False),  # without "efficient", the slowest by far
         Group("window 128", Problem(2, 8192, left=127), ("sdpa, mask", "varlen_attn", "flex", "fa4", *OURS), quick=True),
         Group("16 documents", Problem(1, 32768, documents=DOCUMENTS),
               ("sdpa, padded", "varlen_attn", "flex", "fa4", *OURS), quick=True),

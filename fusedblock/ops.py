@@ -26,7 +26,7 @@ from fusedblock.kernels._attention import normalise_mask
 from fusedblock.kernels._attention_choice import Choice, choose
 from fusedblock.kernels._attention_skeleton import Skeleton, skeleton
 from fusedblock.kernels._math import check_activation, plain_activate
-from fusedblock.kernels._moe import CLAMPED, check_gate, choose_tile_rows, form
+from fusedblock.kernels._moe import CLAMPED, check_gate, choose_tile_rows, form, index_of
 from fusedblock.kernels._replay import Fixed
 from fusedblock.kernels._router import RouterSpec, check_router
 from fusedblock.kernels._spec import ShapeError
@@ -243,7 +243,7 @@ def moe_experts(
     indices, index (order, inverse, offsets, tiles): of moe_route or moe_index, for tile_rows. See kernels/moe_experts.py."""
     given = (x, gate_up_weight, down_weight, gate_up_bias, down_bias, weights)
     how = (activation, alpha, limit, transposed, interleaved, tile_rows)
-    return _moe_experts_op(*given, indices, *index, *how, wants_grad(*given), residual)[0]
+    return _moe_experts_op(*given, indices, *index_of("moe_experts", index), *how, wants_grad(*given), residual)[0]
 
 
 def moe_linear(
@@ -262,7 +262,7 @@ def moe_linear(
     if reduce and (x.dim() != 3 or x.shape[1] != heads * indices.shape[-1]):
         expected = f"(tokens heads*top_k={heads * indices.shape[-1]} width)"
         raise ShapeError(f"moe_linear: x has shape {tuple(x.shape)}, expected {expected} beside weights")
-    given = (weight, bias, weights, out_bias, residual, indices, *index, transposed, heads, tile_rows)
+    given = (weight, bias, weights, out_bias, residual, indices, *index_of("moe_linear", index), transposed, heads, tile_rows)
     out = _moe_linear_op(x.flatten(1) if reduce else x, *given)
     return out if reduce else out.unflatten(1, (heads * indices.shape[1], -1))
 

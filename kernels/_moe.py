@@ -73,6 +73,15 @@ def check_rows(op: str, sizes: Sizes, args: Args) -> dict[str, int]:
     return {"tile_rows": tile_rows, "max_tiles": max_tiles(rows, sizes["experts"], tile_rows)}
 
 
+def index_of(op: str, index: Any) -> tuple[Tensor, ...]:
+    """The tensors of an index. Raises TypeError if it is anything else."""
+    parts, several = tuple(INDEX)[1:], isinstance(index, (tuple, list))
+    if not several or len(index) != len(parts) or not all(isinstance(t, Tensor) for t in index):
+        of = f" of {len(index)}: {', '.join(type(t).__name__ for t in index)}" if several else ""
+        raise TypeError(f"{op}: index is a {type(index).__name__}{of}; expected the tensors {', '.join(parts)}")
+    return tuple(index)
+
+
 def check_gate(op: str, activation: str, alpha: float, limit: float) -> None:
     """Raises ValueError naming the number of the gate that no kernel takes."""
     check_activation(op, activation, more=(CLAMPED,))

@@ -301,6 +301,7 @@ def _forward_kernel(
             block_table += b.to(tl.int64) * MAX_PAGES
         if prefix is not None:
             prefix = tl.load(prefix + b)
+            broken = (prefix < 0) | broken
     kvh = h // GROUP
     if EXACT is not None:
         scale = tl.full([], EXACT[0], ACC)
@@ -421,7 +422,7 @@ def _forward_kernel(
             acc = acc / (1.0 - dropout_p)
     if v_scale is not None:
         acc = acc * tl.load(v_scale + b * stride_vc + kvh)
-    if schedule is not None or used is not None:
+    if schedule is not None or used is not None or prefix is not None:
         total = tl.where(broken, float("nan"), total)
         acc = tl.where(broken, float("nan"), acc)
     tl.store(lse + bh.to(tl.int64) * SEQ + q_start + rows, total, rows < seq)

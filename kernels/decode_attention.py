@@ -297,6 +297,7 @@ def _split_kernel(
             bias += kvh.to(tl.int64) * GROUP * stride_bh
     if prefix is not None:
         prefix = tl.load(prefix + b)
+        broken = (prefix < 0) | broken
     geo = (context - SEQ, context, left, right, prefix)
     terms = (mask, None, bias, None, slopes, cap)
     at = b * stride_qb + row.to(tl.int64) * stride_qs + head.to(tl.int64) * stride_qh
@@ -385,7 +386,7 @@ def _split_kernel(
         m = new
     if v_scale is not None:
         acc = acc * tl.load(v_scale + b * stride_vc + kvh)
-    if used is not None:
+    if used is not None or prefix is not None:
         l = tl.where(broken, float("nan"), l)
     d = tl.arange(0, DVP)
     if WHOLE:
@@ -466,7 +467,7 @@ def launch(
         parts = SPEC.empty_scratch(args, sizes) if count > 1 else (out, lse, None)
         _launch(
             _split_kernel, (sequences * row_tiles, count),
-            (q, k, v, *options, prefix if near else None, used, pages, q_scale, k_scale, v_scale, *parts, scale, softcap or None,
+            (q, k, v, *options, prefix, used, pages, q_scale, k_scale, v_scale, *parts, scale, softcap or None,
              left if 0 <= left < context else None, right if near else None, seq, context, kv_heads, sizes["k_batch"],
              sizes.get("max_pages", 0), *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *strides[:9], *strides[12:]),
             {"GROUP": group, "ROWS": problem.block_rows, "TILES": row_tiles, **dims, "BN": config.block_n,

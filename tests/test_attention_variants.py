@@ -197,12 +197,13 @@ IMPOSSIBLE = {
     "seqused_k is negative": ("batched", "seqused_k", [35, -1]),
     "seqused_k passes the keys": ("batched", "seqused_k", [36, 3]),
     "seqused_k passes the pages": ("paged", "seqused_k", [10**6, 3]),
+    "prefix_lens is negative": ("batched", "prefix_lens", [3, -1]),
 }
 
 
 def impossible(name: str):
     layout, arg, values = IMPOSSIBLE[name]
-    case = Case(**TINY, layout=layout, seqused=arg == "seqused_k")
+    case = Case(**TINY, layout=layout, seqused=arg == "seqused_k", prefix=arg == "prefix_lens", causal=arg == "prefix_lens")
     return arg, case.inputs().with_(**{arg: torch.tensor(values, dtype=torch.int32)})
 
 
@@ -221,9 +222,10 @@ def test_impossible_lengths_give_nan(name, target):
     arg, x = impossible(name)
     with at_target(target):
         got = with_gradients(public, x)
-    broken = slice(None) if arg != "seqused_k" else 1 if name.endswith("negative") else 0
+    packed = arg.startswith("cu_seqlens")
+    broken = slice(None) if packed else 1 if name.endswith("negative") else 0
     assert got["out"][broken].isnan().all()
-    if arg == "seqused_k":
+    if not packed:
         assert got["out"][1 - broken].isfinite().all()
     for grad in ("grad_q", "grad_k", "grad_v") if "grad_q" in got else ():
         assert got[grad][broken].isnan().all(), grad

@@ -144,9 +144,10 @@ def test_ours_is_called_as_the_case_says(name: str) -> None:
 
 def test_cases_are_those_of_the_issue() -> None:
     found = {group.name: group for group in groups(False)}
-    assert len(found) == len(groups(False)) == 25
-    for size in ("B8 S2048", "B4 S4096", "B2 S8192", "B1 S16384"):
-        assert not found[f"causal, H32/8 D128 {size}"].inference
+    assert len(found) == len(groups(False)) == 27
+    for size in ("B32 S512", "B8 S2048", "B4 S4096", "B2 S8192", "B1 S16384", "B1 S32768"):
+        group = found[f"causal, H32/8 D128 {size}"]
+        assert not group.inference and {"sdpa, cudnn", "sdpa, flash", "fa4", "fusedblock"} <= {*group.peers}
     for name in (
         "full, H32/8 D128 B2 S8192", "causal, H32/8 D64 B4 S4096", "causal, H16/16 D256 B4 S4096", "causal, H16/8 D512 B1 S8192",
         "window 128, H32/8 D128 B2 S8192", "window 128 and sinks, H64/8 D64 B2 S8192", "16 documents, H32/8 D128 B1 S32768",

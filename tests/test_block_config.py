@@ -13,6 +13,7 @@ import families
 import pytest
 import torch
 from transformers import AutoConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from fusedblock import BlockConfig
@@ -34,9 +35,11 @@ def test_a_word_left_out_has_the_value_that_transformers_gives_it(family: str) -
 
 def assert_words_are_those_of_transformers(family: str) -> None:
     theirs = AutoConfig.for_model(family)
+    width, rest = divmod(theirs.hidden_size, theirs.num_attention_heads)
     ours = BlockConfig.from_dict(
         {"model_type": family, "hidden_size": theirs.hidden_size, "num_attention_heads": theirs.num_attention_heads,
-         "intermediate_size": getattr(theirs, "intermediate_size", None)}
+         "intermediate_size": getattr(theirs, "intermediate_size", None),
+         **({"head_dim": width} if rest else {})}  # of GLM-4 MoE's defaults
     )  # fmt: skip
     other_names = {word: name for name, word in FAMILIES[family].aliases.items()}
     checked = 0
@@ -52,6 +55,7 @@ def assert_words_are_those_of_transformers(family: str) -> None:
         if field.name in elsewhere or not known or not hasattr(theirs, name):
             continue
         want, got = getattr(theirs, name), getattr(ours, field.name)
+        want = tuple(want) if isinstance(want, list) else want
         if field.name == "head_dim" and want is None:
             want = theirs.hidden_size // theirs.num_attention_heads
         if field.name == "intermediate_size" and want is None:
@@ -64,15 +68,15 @@ def assert_words_are_those_of_transformers(family: str) -> None:
     assert checked >= 5
     if FAMILIES[family].rope:
         rope = theirs.rope_parameters
-        rope = theirs.rope_parameters
         for index in range(theirs.num_hidden_layers if FAMILIES[family].thetas else 1):
             kind = theirs.layer_types[index] if FAMILIES[family].thetas else None
             want = rope[kind] if kind else rope
-            assert dataclasses.replace(ours, layer_idx=index).rope == {"rope_type": "default", "rope_theta": want["rope_theta"]}
+            want = {word: value for word, value in want.items() if word != "partial_rotary_factor"}
+            assert dataclasses.replace(ours, layer_idx=index).rope == want
         assert (ours.partial_rotary_factor or 1.0) == rope.get("partial_rotary_factor", 1.0)
 
 
-@pytest.mark.parametrize("name", families.CONFIGS)
+@pytest.mark.parametrize("name", families.ALL)
 def test_reading_a_saved_config(name: str, tmp_path: Path) -> None:
     theirs = families.config(name)
     theirs.save_pretrained(tmp_path)
@@ -114,6 +118,39 @@ def test_layers_differ_by_their_index() -> None:
     assert BlockConfig.from_dict(null).window is None
 
 
+def experts(family: str, **words: Any) -> BlockConfig:
+    return BlockConfig(model_type=family, **{**SIZES, "num_key_value_heads": 2, **words})
+
+
+def test_which_layers_have_experts() -> None:
+    def sparse(config: BlockConfig) -> list[bool]:
+        return [dataclasses.replace(config, layer_idx=i).sparse for i in range(5)]
+
+    for family in ("qwen2_moe", "qwen3_moe"):
+        assert sparse(experts(family)) == [True] * 5
+        assert sparse(experts(family, num_experts=0)) == [False] * 5
+        assert sparse(experts(family, decoder_sparse_step=2, mlp_only_layers=[3])) == [False, True, False, False, False]
+    assert sparse(experts("glm4_moe", first_k_dense_replace=3)) == [False, False, False, True, True]
+    assert sparse(experts("glm4_moe")) == [False, True, True, True, True]
+    for family in ("mixtral", "olmoe", "gpt_oss"):
+        assert sparse(experts(family)) == [True] * 5
+    assert sparse(llama()) == [False] * 5
+
+
+def test_windows_of_families_with_experts() -> None:
+    """As their configs make layer_types, in which transformers gives every second layer one."""
+    def windows(config: BlockConfig) -> list[int | None]:
+        return [dataclasses.replace(config, layer_idx=i).window for i in range(5)]
+
+    for family, words in (("qwen2_moe", {"use_sliding_window": True, "max_window_layers": 3, "sliding_window": 7}),
+                          ("qwen2_moe", {"max_window_layers": 3, "sliding_window": 7}), ("gpt_oss", {})):  # fmt: skip
+        theirs = AutoConfig.for_model(family, **SIZES, num_key_value_heads=2, num_hidden_layers=5, **words)
+        wide = [theirs.sliding_window if kind == "sliding_attention" else None for kind in theirs.layer_types]
+        assert windows(experts(family, **words)) == windows(BlockConfig.from_dict(theirs.to_dict())) == wide
+    assert windows(experts("qwen3_moe", use_sliding_window=True, sliding_window=7)) == [7] * 5
+    assert windows(experts("qwen3_moe")) == windows(experts("mixtral")) == windows(experts("olmoe")) == [None] * 5
+
+
 def test_rope_by_layer_type() -> None:
     """As transformers writes it now and wrote it before: the layers that see far may be scaled, the others have a theta."""
     far, near = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}, {"rope_type": "default", "rope_theta": 1e4}
@@ -138,6 +175,9 @@ def test_a_config_is_a_value() -> None:
 
 
 MISTRAL = {"model_type": "mistral", "num_key_value_heads": 4}
+MIXTRAL = {"model_type": "mixtral", "num_key_value_heads": 4}
+QWEN = {"model_type": "qwen3_moe"}
+GLM = {"model_type": "glm4_moe", "num_key_value_heads": 4, "layer_idx": 1}
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "unknown family": ({"model_type": "mamba"}, "model_type='mamba', expected one of llama, .*vit"),
     "word of another family": ({"use_qk_norm": True}, "use_qk_norm=True, but model_type='llama' has no such word; .*mlp_bias"),
@@ -165,6 +205,20 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {**MISTRAL, "model_type": "qwen2", "layer_types": ["chunked_attention"]},
         "layer_types has 'chunked_attention' for layer 0, expected full_attention or sliding_attention",
     ),
+    "experts of none": ({"num_experts": 4}, "num_experts=4, but model_type='llama' has no such word"),
+    "no experts": ({**MIXTRAL, "num_local_experts": 0}, "num_local_experts=0, expected a positive integer"),
+    "their name": ({**MIXTRAL, "num_experts": 4}, "num_experts=4, but model_type='mixtral' .*num_local_experts"),
+    "too many": ({**QWEN, "num_experts": 4}, "num_experts_per_tok=8, but num_experts=4"),
+    "none chosen": ({**QWEN, "num_experts_per_tok": 0}, "num_experts_per_tok=0, expected a positive integer"),
+    "no width": ({**QWEN, "moe_intermediate_size": -1}, "moe_intermediate_size=-1, expected a positive integer"),
+    "no shared": ({**GLM, "n_shared_experts": 0}, "n_shared_experts=0, expected a positive integer"),
+    "step": ({**QWEN, "decoder_sparse_step": 0}, "decoder_sparse_step=0, expected a positive integer"),
+    "dense layer": ({**QWEN, "mlp_only_layers": 3}, "mlp_only_layers=3, expected a list"),
+    "dense layers": ({**QWEN, "mlp_only_layers": ["0"]}, r"mlp_only_layers=\('0',\), expected layers' numbers"),
+    "groups": ({**GLM, "n_group": 3}, "n_group=3 is no divisor of n_routed_experts=128"),
+    "groups chosen": ({**GLM, "topk_group": 2}, "topk_group=2, but n_group=1"),
+    "in the groups": ({**GLM, "n_group": 32}, "num_experts_per_tok=8, but topk_group=1 of n_group=32 groups have 4 of .*=128"),
+    "scale": ({**GLM, "routed_scaling_factor": "2"}, "routed_scaling_factor='2', expected a finite number"),
     "partial": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5, but a head of llama turns as a"),
 }
 
@@ -188,7 +242,8 @@ def test_a_bad_file_is_named(tmp_path: Path) -> None:
     for text, message in {
         "{": "is no JSON", "[]": "holds a list", "{}": "has no model_type",
         '{"model_type": "bloom"}': "model_type='bloom', expected one of",
-        '{"model_type": "mixtral"}': "model_type='mixtral', whose layers with experts are fused in a model",
+        '{"model_type": "mixtral", "hidden_size": 64}': "'mixtral' lacks intermediate_size, num_attention_heads",
+        json.dumps({"model_type": "olmoe", **SIZES, "num_experts": 4, "num_local_experts": 5}): "experts=5, but num_experts=4",
         '{"model_type": "llama", "hidden_size": 64}': "'llama' lacks intermediate_size, num_attention_heads",
         json.dumps({"model_type": "gpt2", "n_embd": 64, "hidden_size": 32, "n_head": 4}): "hidden_size=32, but n_embd=64",
         json.dumps({"model_type": "llama", **SIZES, "num_hidden_layers": 2}): "layer_idx=2, but num_hidden_layers=2",
@@ -226,6 +281,16 @@ def test_rotary_tables_are_those_of_transformers(name: str) -> None:
     if name != "default":
         plain = Rotary(dataclasses.replace(ours, rope_parameters=None), "halves")
         assert not torch.equal(tables(x, positions)[0], plain(x, positions)[0])
+
+
+def test_the_short_tables_of_gpt_oss() -> None:
+    """One column for each angle, by the scaling that its config has without rope_parameters."""
+    theirs = AutoConfig.for_model("gpt_oss", **SIZES, head_dim=64, num_key_value_heads=4)
+    ours = BlockConfig.from_dict({**theirs.to_dict(), "rope_parameters": None})
+    positions = torch.stack((torch.arange(100), 3 * torch.arange(100) + 1500))
+    x = torch.zeros(2, 100, 64, dtype=torch.bfloat16)
+    for got, want in zip(Rotary(ours, ours.spec.tables)(x, positions), GptOssRotaryEmbedding(theirs)(x, positions), strict=True):
+        assert torch.equal(got, want) and got.shape == (2, 100, 32)
 
 
 def test_frequencies_keep_their_dtype_and_leave_meta() -> None:

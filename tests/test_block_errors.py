@@ -133,7 +133,7 @@ def test_a_cache_is_used_again() -> None:
 
 def test_dropout_in_training_is_refused() -> None:
     block = FusedBlock(BlockConfig(model_type="gpt2", hidden_size=64, num_attention_heads=4))
-    with pytest.raises(ValueError, match=r"attn.attn_dropout=0.1 in training; the kernels have no dropout, set it to 0"):
+    with pytest.raises(ValueError, match=r"attn.attn_dropout=0.1 in training; the kernels draw no random numbers, set it to 0"):
         block(torch.randn(1, 3, 64))
     assert block.eval()(torch.randn(1, 3, 64)).shape == (1, 3, 64)
 

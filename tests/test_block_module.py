@@ -28,7 +28,9 @@ from fusedblock import BlockConfig, FusedBlock, KVCache
 from fusedblock.models.table import known_class
 
 SOME = ("llama", "qwen3", "gpt2", "gpt_neox", "olmo2", "cohere-qk_norm", "smollm3", "bert")
+SPARSE = ("qwen2_moe", "gpt_oss", "glm4_moe")
 SEQ = 9
+CACHED = (*families.DECODERS, *families.MIXTURES)
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
@@ -45,7 +47,7 @@ def recorded(name: str, model: nn.Module, pad: int = 0) -> list[tuple[nn.Module,
     hooks = [layer.register_forward_hook(record, with_kwargs=True) for layer in layers(model)]
     arguments, _ = families.inputs(name, model, pad, SEQ)
     with torch.no_grad():
-        model(**arguments, **({"use_cache": False} if name in families.DECODERS else {}))
+        model(**arguments, **({"use_cache": False} if name in CACHED else {}))
     for hook in hooks:
         hook.remove()
     assert len(seen) == 2
@@ -69,18 +71,19 @@ def tokens_mask(pad: int) -> Tensor | None:
     return mask
 
 
-@pytest.mark.parametrize("name", families.CONFIGS)
+@pytest.mark.parametrize("name", families.ALL)
 def test_state_dict_is_that_of_the_layer(name: str) -> None:
     model = families.build(name)
     for index, layer in enumerate(layers(model)):
         block = FusedBlock(BlockConfig.from_dict(model.config.to_dict(), layer_idx=index))
-        want = {key: value.shape for key, value in layer.state_dict().items()}
-        assert {key: value.shape for key, value in block.state_dict().items()} == want
-        assert {key for key, _ in block.named_parameters()} == set(want)
+        want = {key: (value.shape, value.dtype) for key, value in layer.state_dict().items()}
+        assert {key: (value.shape, value.dtype) for key, value in block.state_dict().items()} == want
+        assert {key for key, _ in block.named_parameters()} == {key for key, _ in layer.named_parameters()}
+        assert block.config.sparse == ("mlp.experts.down_proj" in want)
 
 
 @pytest.mark.parametrize("pad", (0, 3), ids=("whole", "padded"))
-@pytest.mark.parametrize("name", families.CONFIGS)
+@pytest.mark.parametrize("name", families.ALL)
 def test_in_the_place_of_the_models_layers(name: str, pad: int) -> None:
     """Its own rotary tables, masks, windows and positions give what the model's give the layer. fp32, within 1e-5."""
     assert_in_the_place_of_the_models_layers(name, families.build(name), 0 if name == "vit" else pad)
@@ -95,7 +98,7 @@ def assert_in_the_place_of_the_models_layers(name: str, model: nn.Module, pad: i
         assert relative_error(got[valid], want[valid]) < 1e-5
 
 
-@pytest.mark.parametrize("name", families.CONFIGS)
+@pytest.mark.parametrize("name", families.ALL)
 def test_half_precision_within_the_rule(name: str) -> None:
     """bf16: at most 1.5 times the error that transformers' layer makes, on the model's own arguments."""
     original = families.build(name)
@@ -112,12 +115,12 @@ def test_half_precision_within_the_rule(name: str) -> None:
         assert relative_error(got, want) <= 1.5 * relative_error(base, want)
 
 
-@pytest.mark.parametrize("name", families.CONFIGS)
+@pytest.mark.parametrize("name", families.ALL)
 def test_gradients_are_those_of_the_layer(name: str) -> None:
-    model = families.build(name)
-    layer, x, given, _ = recorded(name, model)[0]
+    model, index = families.build(name), int(name in families.MIXTURES)  # the second layer of all of these has experts
+    layer, x, given, _ = recorded(name, model)[index]
     args = given.pop("_args")
-    block = block_of(model, 0)
+    block = block_of(model, index)
     inputs = [x.clone().requires_grad_() for _ in range(2)]
     theirs = layer(inputs[0], *args, **given)
     outs = (theirs[0] if isinstance(theirs, tuple) else theirs, block(inputs[1]))
@@ -166,7 +169,7 @@ CACHES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("name", families.DECODERS)
+@pytest.mark.parametrize("name", CACHED)
 def test_decoding_with_a_cache_equals_one_forward(name: str, cache: str) -> None:
     """A prompt of 4 tokens, 2 more at once, then one by one; the windows of 6 are left behind."""
     model = families.build(name)
@@ -227,7 +230,7 @@ def test_one_table_for_many_blocks() -> None:
 
 
 @pytest.mark.parametrize("fused", (False, True), ids=("original", "fused"))
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", (*SOME, *SPARSE))
 def test_from_layer_shares_the_parameters(name: str, fused: bool) -> None:
     model = families.build(name)
     layer, x, _, want = recorded(name, model)[1]
@@ -278,7 +281,7 @@ def sharded(name: str, path: Path) -> tuple[nn.Module, str, list[Path]]:
     return model, prefix, others
 
 
-@pytest.mark.parametrize("name", ("llama", "gpt2", "gpt_neox", "phi3", "bert", "vit"))
+@pytest.mark.parametrize("name", ("llama", "gpt2", "gpt_neox", "phi3", "bert", "vit", "mixtral", *SPARSE))
 def test_one_layer_of_a_checkpoint_from_meta_without_the_other_shards(name: str, tmp_path: Path) -> None:
     model, prefix, others = sharded(name, tmp_path)
     others[0].unlink()
@@ -355,7 +358,7 @@ def test_training(dtype: torch.dtype) -> None:
     assert got == pytest.approx(want, rel=1e-4 if dtype is torch.float32 else 2e-2)
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", (*SOME, *SPARSE))
 def test_copies(name: str) -> None:
     """deepcopy, pickle and torch.save give a block of its own, after a call too."""
     block = block_of(families.build(name), 1)
@@ -411,7 +414,7 @@ def test_compile_without_graph_breaks(name: str, training: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("name", families.CONFIGS)
+@pytest.mark.parametrize("name", families.ALL)
 def test_gpu_in_the_place_of_the_models_layers(name: str, dtype: torch.dtype) -> None:
     """Within the rule in a forward; token by token with both caches as in one forward."""
     with torch.device("cuda"):
@@ -426,7 +429,7 @@ def test_gpu_in_the_place_of_the_models_layers(name: str, dtype: torch.dtype) ->
             want = copy.deepcopy(layer).double()(x.double(), *args, **given)
             want = want[0] if isinstance(want, tuple) else want
             outs = [block(x)]
-            if name in families.DECODERS:
+            if name in CACHED:
                 for cache in (KVCache(), KVCache(max_length=SEQ)):
                     outs.append(torch.cat([block(part, cache=cache) for part in x.split([5, 1, 1, 2], dim=1)], dim=1))
         bound = 1e-5 if dtype is torch.float32 else 1.5 * relative_error(base, want)

@@ -55,7 +55,7 @@ def test_without_its_libraries_it_names_the_extra(absent, monkeypatch, capsys):
         cli.main()
     assert exit.value.code == 2
     message = capsys.readouterr().err
-    assert " and ".join(absent) in message and "pip install 'fusedblock[cli]'" in message
+    assert " and ".join(absent) in message and "pip install '.[cli]' in the directory of" in message
 
 
 def test_module_entry_point_prints_the_version():
@@ -162,8 +162,8 @@ def test_a_picture_is_refused_before_anything_is_measured(tmp_path, monkeypatch)
     monkeypatch.setattr(fusedblock, "measure", lambda *args, **kwargs: pytest.fail("measured"))
     result = run("measure", "smollm2-135m", "--layer", "--png", tmp_path / "r.png")
     assert result.exit_code == 2 and result.stdout == ""
-    assert "--png needs matplotlib: pip install 'fusedblock[demo]'" in result.stderr
-    assert "needs matplotlib: pip install 'fusedblock[demo]'" in " ".join(run("measure", "--help").output.split())
+    assert "--png needs matplotlib: pip install '.[demo]' in the directory of fusedblock's source" in result.stderr
+    assert "needs matplotlib: pip install '.[demo]'" in " ".join(run("measure", "--help").output.split())
 
 
 @pytest.mark.parametrize("device", ["nope", "meta", "cuda:99"])

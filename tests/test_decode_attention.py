@@ -127,12 +127,14 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") 
 @pytest.mark.parametrize("sms", [1, 132])
 def test_impossible_lengths_and_pages_give_nan(sms: int) -> None:
     q, k = randn(4, 1, 4, 16), randn(4, 200, 2, 16)
+    prefix, two = torch.tensor([0, -1, -7, 300], dtype=torch.int32), randn(4, 2, 4, 16)
     used = torch.tensor([200, 201, -1, 7], dtype=torch.int32)
     pages, table = randn(8, 100, 2, 16), torch.tensor([[7, 0], [8, 1], [2, -3], [5, 2**30]], dtype=torch.int32)
     with interpret(replace(H100, sms=sms)):
         lengths = decode.launch(**call(q, k, k, seqused_k=used))
         paged = decode.launch(**call(q, pages, pages, block_table=table, seqused_k=torch.tensor([200, 150, 101, 100]).int()))
-    for out, lse in (lengths, paged):
+        prefixes = [decode.launch(**call(x, k, k, prefix_lens=prefix, right=right)) for x, right in ((q, 0), (q, -1), (two, 0))]
+    for out, lse in (lengths, paged, *prefixes):
         for b, broken in enumerate((False, True, True, False)):
             assert bool(out[b].isnan().all()) == bool(lse[b].isnan().all()) == broken
             assert broken or bool(out[b].isfinite().all() and lse[b].isfinite().all())

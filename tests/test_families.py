@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import fusedblock
-from fusedblock.models import block, table
+from fusedblock.models import block_parts, table
 from fusedblock.models.families import markdown
 
 DECODERS = (*families.DECODERS, *families.MIXTURES)
@@ -160,7 +160,7 @@ def test_the_worked_example_of_contributing_adds_a_family(monkeypatch: pytest.Mo
     (spec,) = eval(f"({entry})", vars(table))
     monkeypatch.setitem(table.SPECS, spec.layer_class, spec)
     monkeypatch.setitem(table.FAMILIES, spec.family, spec)
-    monkeypatch.setitem(block._ENTRIES, spec.family, block._with_our_classes(spec))
+    monkeypatch.setitem(block_parts._ENTRIES, (spec.family, False), block_parts._with_our_classes(spec, False))
     for known in (families.CONFIGS, families.ALL):
         monkeypatch.setitem(known, *eval(f"{{{config}}}").popitem())
     for implementation, pad in (("sdpa", 3), ("eager", 0)):

@@ -21,6 +21,7 @@ TREES = ("fusedblock", "kernels", "tests", "examples", "benchmarks")
 ARROWS: dict[str, set[str]] = {
     "kernels": set(),
     "options": set(),
+    "extras": set(),
     "debug": {"kernels"},
     "registry": {"kernels", "debug"},
     "ops": {"registry", "kernels"},
@@ -31,8 +32,8 @@ ARROWS: dict[str, set[str]] = {
     "blocks": {"ops", "cache", "debug"},
     "attention_experts": {"attention_functions", "blocks", "cache", "ops", "kernels"},
     "models": {"blocks", "ops", "io", "cache", "attention_functions"},
-    "metering": {"models", "blocks", "ops", "kernels", "interpret"},
-    "cli": {"kernels", "ops", "interpret", "io", "cache", "blocks", "models", "metering"},
+    "metering": {"models", "blocks", "ops", "kernels", "interpret", "extras"},
+    "cli": {"extras", "kernels", "ops", "interpret", "io", "cache", "blocks", "models", "metering"},
     "__main__": {"cli"},
 }
 ARROWS["__init__"] = set(ARROWS) - {"__main__"}

@@ -349,9 +349,3 @@ def test_generate_by_the_kernels(launched: list[str]) -> None:
             got = fused.generate(ids, **kwargs, **cache)
         assert_same_tokens(model, model.generate(ids, **kwargs, **cache), got, mask)
     assert {"moe_route", "_moe_vector"} <= set(launched) and not report.fallbacks
-
-
-
-def test_fusedblock_has_no_experts_yet() -> None:
-    with pytest.raises(ValueError, match="model_type='mixtral', whose layers with experts are fused in a model, by fuse"):
-        fusedblock.BlockConfig(model_type="mixtral", hidden_size=64, num_attention_heads=4)

@@ -396,6 +396,20 @@ def test_errors_of_the_index():
         call("moe_index", {"indices": torch.zeros(1, 1, dtype=torch.int32), "experts": 4, "tile_rows": 17})
 
 
+def test_an_index_that_is_none_is_named():
+    chosen = torch.tensor([[0, 1], [1, 2]], dtype=torch.int32)
+    index = ops.moe_index(chosen, 3, 16)
+    given = (torch.randn(2, 8), torch.randn(3, 8, 8), torch.randn(3, 8, 4), torch.rand(2, 2), chosen)
+    assert ops.moe_experts(*given, list(index), tile_rows=16).shape == (2, 8)
+    three, one = "Tensor, Tensor, Tensor", index[0]
+    for bad, found in (
+        (index[:3], f"tuple of 3: {three}"), ((*index, one), f"tuple of 5: {three}, Tensor, Tensor"), (one, "Tensor"),
+        ([*index[:3], None], f"list of 4: {three}, NoneType"), (None, "NoneType"), ("four", "str"),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=f"^moe_experts: index is a {found}; expected the tensors {', '.join(INDEX)}$"):
+            ops.moe_experts(*given, bad, tile_rows=16)
+
+
 # ---- what is chosen for a GPU ----------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from test_cli import run
 
 import fusedblock
 from fusedblock.cli import presets
-from fusedblock.models.table import SPECS
+from fusedblock.models.table import BLOCKS, SPECS
 
 
 @pytest.mark.parametrize("name", presets.PRESETS)
@@ -24,7 +24,9 @@ def test_presets_are_the_published_models(name):
                  "glm-4-9b": 9400.0, "stablelm-2-1.6b": 1644.5, "mixtral-8x7b": 46702.8, "qwen1.5-moe-a2.7b": 14315.8,
                  "qwen3-30b-a3b": 30532.1, "olmoe-1b-7b": 6919.2, "gpt-oss-20b": 20914.8,
                  # 110468.8 are published, with 3616.6 of a 47th layer that predicts a second token: transformers does not load it
-                 "glm-4.5-air": 106852.2, "bert-base": 109.5, "roberta-base": 124.6, "minilm-l6": 22.7,
+                 "glm-4.5-air": 106852.2, "deepseek-v2-lite": 15706.5,
+                 "deepseek-v3": 671026.4,  # of 684489.8 published: likewise, of a 62nd layer
+                 "bert-base": 109.5, "roberta-base": 124.6, "minilm-l6": 22.7,
                  "vit-base": 86.4}  # fmt: skip
     model = presets.on_meta(presets.config_of(name))
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(published[name], abs=0.06)
@@ -33,7 +35,7 @@ def test_presets_are_the_published_models(name):
 def test_every_family_has_a_preset_that_measures_and_explains():
     """One layer of each counted; the names are in the help, and a family added to the table needs one here."""
     families = {presets.config_of(name).model_type for name in presets.PRESETS}
-    assert families == {spec.family for spec in SPECS.values()}
+    assert families == {spec.family for spec in (*SPECS.values(), *BLOCKS.values())}
     shown = " ".join(run("measure", "--help").output.split()).replace("- ", "-")  # lines break after hyphens
     assert ", ".join(presets.PRESETS) in shown
     for name in presets.PRESETS:
@@ -51,6 +53,19 @@ def test_an_encoder_by_name_is_measured_and_has_no_decode(tmp_path):
     result = run("measure", "minilm-l6", "--phase", "decode", "--device", "cpu")
     assert result.exit_code == 2 and "BertLayer attends both ways" in result.stderr
     assert "12 of 12 layers fused" in run("explain", "vit-base", "--context", 197).output
+
+
+def test_a_model_of_which_the_experts_alone_are_fused(tmp_path):
+    """With --layer the first layer that has any."""
+    arguments = ("measure", "deepseek-v3", "--layer", "--seq", 1, "--batch", 16, "--phase", "decode", "--device", "cpu")
+    result = run(*arguments, "--json", tmp_path / "r.json")
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["subject"] == "layer 3 of deepseek_v3, the first with experts"
+    assert report["after"]["label"] == "transformers, sdpa attention: blocks of experts fused alone"
+    assert "experts: 102 of 256 touched" in result.output
+    output = run("explain", "deepseek-v2-lite", "--phase", "decode").output
+    assert "0 of 27 layers fused, and 26 of 26 blocks of experts alone\n" in output and "DeepseekV2Moe 1-26\n" in output
 
 
 def test_the_commands_say_which_model_they_took():

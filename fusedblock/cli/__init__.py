@@ -6,14 +6,16 @@ import os
 import sys
 from importlib.util import find_spec
 
+from fusedblock.extras import install
+
 
 def main() -> None:
     """Run the command line; exits 2, naming the extra, where its libraries are not installed."""
     missing = [name for name in ("typer", "rich") if find_spec(name) is None]
     if missing:
         print(
-            f"fusedblock: the command line needs {' and '.join(missing)}, not installed here. Install the extra: "
-            "pip install 'fusedblock[cli]', or 'fusedblock[demo]' for everything `fusedblock demo` uses",
+            f"fusedblock: the command line needs {' and '.join(missing)}, not installed here: {install('cli')}, "
+            "or '.[demo]' for everything `fusedblock demo` uses",
             file=sys.stderr,
         )
         raise SystemExit(2)

@@ -10,6 +10,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from fusedblock.extras import install
+
 from .published import PRESETS
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True, pretty_exceptions_enable=False, help=(
@@ -48,7 +50,7 @@ def _needs(*modules: str, extra: str, what: str = "this command") -> None:
 
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
-        typer.echo(f"fusedblock: {what} needs {' and '.join(missing)}: pip install 'fusedblock[{extra}]'", err=True)
+        typer.echo(f"fusedblock: {what} needs {' and '.join(missing)}: {install(extra)}", err=True)
         raise typer.Exit(2)
 
 
@@ -97,7 +99,7 @@ def measure(
     device: Annotated[str | None, typer.Option(help="Where to time: cuda, cuda:1; cpu only counts.  [default: a GPU]")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
     png: Annotated[
-        Path | None, typer.Option(help="Draw the report here; needs matplotlib: pip install 'fusedblock[demo]'.")
+        Path | None, typer.Option(help=f"Draw the report here; needs matplotlib: {install('demo')}.")
     ] = None,
 ) -> None:
     """Launches, memory traffic and time of a model, before and after.

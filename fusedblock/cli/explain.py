@@ -27,7 +27,7 @@ def text(model: str, *, batch: int = 1, seq: int | None = None, context: int = 2
         module.set_attn_implementation("fusedblock")
         explanation = fusedblock.explain(module, batch=batch, seq=seq, context=context, phase=phase)
     head = [
-        f"{presets.title(model, module)}: {report.fused} of {len(report.layers)} layers fused",
+        f"{presets.title(model, module)}: {report.counts}",
         "as under attn_implementation='fusedblock'; fusedblock.explain(model) follows that of a loaded model",
     ]
     if target is None and here.type == "cpu":

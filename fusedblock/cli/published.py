@@ -23,6 +23,14 @@ def _ropes(full: Fields, sliding: Fields) -> Fields:
                                 (("full", full), ("sliding", sliding))}}  # fmt: skip
 
 
+def _latent(mscale: float) -> Fields:
+    """DeepSeek's attention."""
+    rope = _rope(10000.0, rope_type="yarn", factor=40.0, beta_fast=32.0, beta_slow=1.0, mscale=mscale, mscale_all_dim=mscale,
+                 original_max_position_embeddings=4096)  # fmt: skip
+    return {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+            "max_position_embeddings": 163840, "rms_norm_eps": 1e-6, **rope}  # fmt: skip
+
+
 def _llama3(factor: float) -> Fields:
     rope = _rope(500000.0, rope_type="llama3", factor=factor, low_freq_factor=1.0, high_freq_factor=4.0,
                  original_max_position_embeddings=8192)  # fmt: skip
@@ -99,6 +107,14 @@ PRESETS: dict[str, Fields] = {
                         n_group=1, topk_group=1, routed_scaling_factor=1.0, norm_topk_prob=True, attention_bias=True,
                         use_qk_norm=False, max_position_embeddings=131072, rms_norm_eps=1e-5,
                         **_rope(1000000.0, partial_rotary_factor=0.5)),
+    "deepseek-v2-lite": dict(_sizes(102400, 2048, 10944, 27, 16, 16), model_type="deepseek_v2", q_lora_rank=None,
+                             n_routed_experts=64, num_experts_per_tok=6, moe_intermediate_size=1408, n_shared_experts=2,
+                             first_k_dense_replace=1, n_group=1, topk_group=1, topk_method="greedy", routed_scaling_factor=1.0,
+                             norm_topk_prob=False, **_latent(0.707)),
+    "deepseek-v3": dict(_sizes(129280, 7168, 18432, 61, 128, 128), model_type="deepseek_v3", q_lora_rank=1536,
+                        n_routed_experts=256, num_experts_per_tok=8, moe_intermediate_size=2048, n_shared_experts=1,
+                        first_k_dense_replace=3, n_group=8, topk_group=4, routed_scaling_factor=2.5, norm_topk_prob=True,
+                        **_latent(1.0)),
     "bert-base": dict(_sizes(30522, 768, 3072, 12, 12), model_type="bert", architectures=["BertModel"]),
     "roberta-base": dict(_sizes(50265, 768, 3072, 12, 12), model_type="roberta", architectures=["RobertaModel"],
                          max_position_embeddings=514, type_vocab_size=1, layer_norm_eps=1e-5),

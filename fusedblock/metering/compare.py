@@ -16,6 +16,7 @@ from fusedblock.kernels._target import override, target_of
 from fusedblock.models.adapter import OURS
 from fusedblock.models.report import FusionReport
 from fusedblock.models.swap import fuse, unfuse
+from fusedblock.models.table import waiting
 
 from . import device as machine
 from . import timing
@@ -25,6 +26,7 @@ from .routing import even
 from .workload import (
     BASELINES,
     LayerCall,
+    OneKernel,
     OutsideCall,
     Workload,
     beyond_positions,
@@ -42,6 +44,7 @@ from .workload import (
 )
 
 _CPU = torch.device("cpu")
+_WHOLE, _EXPERTS = "fused", "blocks of experts fused alone"  # what `fuse` does with a layer
 
 
 def measure(
@@ -63,7 +66,8 @@ def measure(
         DynamicCache. "train": forward and backward.
     context: keys that a token may attend to, itself included; decode needs it, prefill and train have seq.
     baseline: the attention of the layer before: "eager" or "sdpa". After, the layer is called as under
-        "fusedblock"; a layer whose calls would fall back has the same numbers after as before, and a note says why.
+        "fusedblock"; a layer whose calls would fall back has the same numbers after as before, and a note says why. A layer
+        of which the experts alone are fused keeps the attention from before.
     device: where to time; a CPU only counts, for the kernels that an H200 would run. None: where the model's weights are; for
         a config or a model on meta the GPU if there is one.
 
@@ -85,13 +89,13 @@ def measure(
     if beyond := beyond_positions(work, model):
         notes.append(beyond)
     rows: tuple[dict[str, Totals], dict[str, Totals]] = ({}, {})
-    floors, samples, fused = [0.0, 0.0], [], False
+    floors, samples, fused = [0.0, 0.0], [], set[str]()
     ceilings = machine.ceilings(where) if where.type == "cuda" else None
     with _Progress() as progress:
         for layer, count in groups(layers):
             progress("counting")
-            *counted, attention = _count_layer(layer, work, baseline, where, notes)
-            fused |= attention == OURS
+            *counted, attention, how = _count_layer(layer, work, baseline, where, notes)
+            fused.add(how)
             for side, launches in enumerate(counted):
                 _add(rows[side], launches, count)
                 if ceilings:
@@ -99,7 +103,7 @@ def measure(
             if ceilings:
                 progress(f"timing on {torch.cuda.get_device_name(where)}")
                 try:
-                    samples.append((count, _time_layer(layer, work, baseline, attention, where)))
+                    samples.append((count, _time_layer(layer, work, baseline, attention, bool(how), where)))
                 except torch.OutOfMemoryError:
                     notes.append("no times: a layer with its inputs does not fit into the memory of the GPU")
                     ceilings, samples = None, []
@@ -113,7 +117,7 @@ def measure(
         if dtype not in (torch.bfloat16, torch.float16):
             notes.append("the ceiling of matrix products is that of bf16")
     plain = f"transformers, {baseline} attention"
-    labels = (plain, "fused" if fused else f"{plain}: nothing is fused")
+    labels = (plain, _WHOLE if _WHOLE in fused else f"{plain}: {_EXPERTS if _EXPERTS in fused else 'nothing is fused'}")
     before, after = (
         Side(labels[i], (*_rows(rows[i], "layers"), *_rows(outside, "outside")), timings[i], floors[i] if ceilings else None)
         for i in (0, 1)
@@ -170,37 +174,46 @@ def _device(layer: nn.Module, device: torch.device | str | None) -> torch.device
 
 def _count_layer(
     layer: nn.Module, work: Workload, baseline: str, where: torch.device, notes: list[str]
-) -> tuple[list[Cost], list[Cost], str]:
-    """The launches of one call, before and after, and the attention after: ours, or the baseline where the layer falls back."""
+) -> tuple[list[Cost], list[Cost], str, str]:
+    """The launches of one call, before and after; the attention after: ours, or the baseline where the layer is not fused whole;
+    and how it is fused, "" for not."""
 
-    def count(attention: str) -> tuple[list[Cost], LayerCall, FusionReport | None]:
+    def count(attention: str, swap: bool) -> tuple[list[Cost], LayerCall, FusionReport | None]:
         with FakeTensorMode(), override(target_of(where)):
             made = copy_module(layer, without_memory)
             _trainable(made, work)
             unfuse(made)
-            swapped = fuse(made) if attention == OURS else None
+            swapped = fuse(made) if swap else None
             call = LayerCall(made, work, attention, _CPU)
             routing = call.routing()
-            with even(routing), TrafficCounter() as counter:
+            with even(routing), OneKernel(), TrafficCounter() as counter:
                 call()
         if routing is not None:
             notes.append(str(routing))
         return counter.launches, call, swapped
 
-    before, plain, _ = count(baseline)
-    after, _, swapped = count(OURS)
+    waits = waiting(type(layer))  # its own attention runs, then, and is the same before and after
+    attention = baseline if waits else OURS
+    before, plain, _ = count(baseline, False)
+    after, _, swapped = count(attention, True)
     assert swapped is not None
-    reasons = {r.reason for r in swapped.layers if r.reason} | set(swapped.fallbacks)
-    if work.training and (rates := {r.dropout for r in swapped.layers if r.dropout}):  # all of them, not the first one met
-        reasons = {r.reason for r in swapped.layers if r.reason} | {f"{rate} in training; set to 0, it fuses" for rate in rates}
+    records = swapped.blocks if waits else swapped.layers
+    reasons = {r.reason for r in records if r.reason} | set(swapped.fallbacks)
+    if work.training and (rates := {r.dropout for r in records if r.dropout}):  # all of them, not the first one met
+        reasons = {r.reason for r in records if r.reason} | {f"{rate} in training; set to 0, it fuses" for rate in rates}
+    if not records:
+        reasons = {f"{waits}, and the MLP has no experts"}
     if reasons:  # our attention in the original forward would be no gain of fuse
         notes += [f"not fused, after is as before: {reason}" for reason in sorted(reasons)]
-        return before, before, baseline
+        return before, before, baseline, ""
+    if waits:
+        notes.append(f"of {type(layer).__name__} the block of experts alone is fused: {waits}")
+        return before, after, baseline, _EXPERTS
     if plain.arguments.get("attention_mask") is not None:
         note = "after: called as under attn_implementation='fusedblock', which needs no mask in memory without padding"
         falls = "; under 'sdpa' calls fall back, for its softcap" if softcap_of([layer]) else ""
         notes.append(f"{note}; set it, fuse alone does not{falls}")
-    return before, after, OURS
+    return before, after, OURS, _WHOLE
 
 
 def _count_outside(model: nn.Module, work: Workload) -> dict[str, Totals]:
@@ -224,10 +237,12 @@ def _trainable(module: nn.Module, work: Workload) -> None:
         module.requires_grad_(True)
 
 
-def _time_layer(layer: nn.Module, work: Workload, baseline: str, attention: str, device: torch.device) -> list[timing.Timing]:
+def _time_layer(
+    layer: nn.Module, work: Workload, baseline: str, attention: str, swap: bool, device: torch.device
+) -> list[timing.Timing]:
     """Before and after, in turns, over as many sets of weights and inputs as it takes to leave the L2 cache.
 
-    attention: after; fused layers have ours.
+    attention: after; layers that are fused whole have ours. swap: whether anything is fused.
     """
     with torch.cuda.device(device), torch.random.fork_rng([device.index]):
         calls: dict[str, list[LayerCall]] = {"before": [], "after": []}
@@ -238,7 +253,7 @@ def _time_layer(layer: nn.Module, work: Workload, baseline: str, attention: str,
             _trainable(weights, work)
             unfuse(weights)
             fused = copy_module(weights, on(device))
-            if attention == OURS:
+            if swap:
                 fuse(fused)
             calls["before"].append(LayerCall(weights, work, baseline, device))
             calls["after"].append(LayerCall(fused, work, attention, device))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from fusedblock.extras import install
+
 if TYPE_CHECKING:
     from .report import Report
 
@@ -17,7 +19,7 @@ def draw(report: Report, path: str | os.PathLike[str]) -> None:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "plot needs matplotlib, which is not installed here: pip install matplotlib, or pip install 'fusedblock[demo]'"
+            f"plot needs matplotlib, which is not installed here: pip install matplotlib, or {install('demo')}"
         ) from error
     from .report import bytes_text
 

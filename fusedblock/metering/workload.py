@@ -11,16 +11,19 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from fusedblock.models.adapter import cache_names, mask_comes, signature_names
 from fusedblock.models.binding import sparse_of
 from fusedblock.models.explanation import require_cache as _require_cache
-from fusedblock.models.table import SPECS, LayerSpec, known_class, supported, waiting, waiting_family
+from fusedblock.models.table import LATENT, SPECS, LayerSpec, known_block, known_class, latent_class, supported, waiting
 
 from .routing import Routing, routing_of
 
@@ -86,10 +89,15 @@ def require_softcap(baseline: str, layers: Iterable[nn.Module]) -> None:
         raise ValueError(f"measure: baseline='sdpa' has no softcap, {has}; use baseline='eager'")
 
 
+def _known(cls: type) -> type | None:
+    """The class that an entry is of: fuse takes all of such a layer, or its experts."""
+    return known_class(cls) or latent_class(cls)
+
+
 def _spec(layer: nn.Module) -> LayerSpec:
-    known = known_class(type(layer))
+    known = _known(type(layer))
     assert known is not None
-    return SPECS[known.__name__]
+    return {**SPECS, **LATENT}[known.__name__]
 
 
 def _attention(layer: nn.Module) -> Any:
@@ -103,12 +111,17 @@ def _window(attention: Any) -> int | None:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Every layer that fuse knows, in order. Raises ValueError, with fuse's reason, if there is none."""
-    found = [module for module in model.modules() if known_class(type(module)) is not None]
-    if not found:
+    """Every layer that fuse knows, or of which it knows the experts, in order. Raises ValueError, with fuse's reason, if there is
+    nothing that it fuses."""
+    found = _layers(model)
+    if not any(known_class(type(module)) or known_block(type(module)) for layer in found for module in layer.modules()):
         waits = next((f"{type(m).__name__}: {why}" for m in model.modules() if (why := waiting(type(m)))), "")
         raise ValueError(f"measure: {type(model).__name__} has no layer that can be fused; {waits or supported()}")
     return found
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if _known(type(module)) is not None]
 
 
 def beyond_positions(work: Workload, model: Any) -> str:
@@ -141,14 +154,12 @@ def _plain_attributes(module: nn.Module) -> tuple[tuple[str, Any], ...]:
 def layer_of_config(config: Any) -> tuple[nn.Module, int]:
     """One decoder layer, on the meta device, of the model that a transformers config describes, and its index: the first, or the
     first with experts where any has them. Raises ValueError."""
-    if waits := waiting_family(config.model_type):  # some of them transformers itself does not build under sdpa
-        raise ValueError(f"measure: a layer of {config.model_type} cannot be fused; {waits}")
     made, number = _first_layers(config, 1), 1
     while _spec(made[0]).sparse and all(_dense(layer) for layer in made) and number < config.num_hidden_layers:
         number = min(8 * number, config.num_hidden_layers)  # few have more than a few dense layers first
         made = _first_layers(config, number)
     index = next((i for i, layer in enumerate(made) if not _dense(layer)), 0)
-    return made[index], index
+    return decoder_layers(made[index])[0], index
 
 
 def _dense(layer: nn.Module) -> bool:
@@ -165,7 +176,7 @@ def _first_layers(config: Any, number: int) -> list[nn.Module]:
     dtype = getattr(config, "dtype", None) or torch.bfloat16
     with torch.device("meta"):
         model = AutoModel.from_config(config, dtype=dtype, attn_implementation="eager")
-    return decoder_layers(model)
+    return _layers(model) or decoder_layers(model)  # which says why there is none
 
 
 def copy_module(module: nn.Module, make: Make) -> nn.Module:
@@ -199,6 +210,20 @@ def without_memory(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 
+class OneKernel(TorchFunctionMode):
+    """SDPA as a GPU has it where values are of another size than keys: the CPU has no kernel for them, and composes it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention or len(args) != 3 or args[0].shape[-1] == args[2].shape[-1]:
+            return func(*args, **kwargs)
+        mask = kwargs.get("attn_mask")
+        if mask is not None and mask.dtype is torch.bool:
+            mask = torch.where(mask, *(torch.scalar_tensor(x, dtype=args[0].dtype) for x in (0.0, float("-inf"))))
+        given = (mask, torch.is_grad_enabled(), kwargs.get("dropout_p", 0.0), kwargs.get("is_causal", False))
+        return torch.ops.aten._scaled_dot_product_efficient_attention(*args, *given, scale=kwargs.get("scale"))[0]
+
+
 def on(device: torch.device, fresh: bool = False) -> Make:
     """For `copy_module`: the same memory if it is there already (unless fresh); random values for tensors on meta."""
 
@@ -221,7 +246,7 @@ class LayerCall:
     """
 
     def __init__(self, layer: nn.Module, work: Workload, attention: str, device: torch.device) -> None:
-        known = known_class(getattr(type(layer), "_fusedblock_original", type(layer)))  # whose signature says what a layer takes
+        known = _known(getattr(type(layer), "_fusedblock_original", type(layer)))  # whose signature says what a layer takes
         assert known is not None
         self.layer, self.work, self.device = layer, work, device
         self.attention = _attention(layer)
@@ -251,9 +276,9 @@ class LayerCall:
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(shape, dtype=self.dtype, device=self.device)
 
-    def _tables(self, home: str) -> tuple[Tensor, Tensor]:
-        """cos and sin of the positions, from the rotary embedding that the layer's own module defines; real where the rest is
-        fake, since some of them look at the positions."""
+    def _tables(self, home: str) -> Any:
+        """cos and sin of the positions, or one complex table, as the rotary embedding that the layer's own module defines has it;
+        real where the rest is fake, since some of them look at the positions."""
         rotary = next(part for name, part in vars(sys.modules[home]).items() if name.endswith("RotaryEmbedding"))
         fake: Any
         with unset_fake_temporarily() as fake:
@@ -262,19 +287,21 @@ class LayerCall:
             by_type = "layer_type" in inspect.signature(inspect.unwrap(rotary.forward)).parameters
             kind = (config.layer_types[self.attention.layer_idx],) if by_type else ()
             made = rotary(config).to(self.device)(like, position, *kind)
-        cos, sin = (t if fake is None else fake.from_tensor(t) for t in made)
-        return cos, sin
+        return made if fake is None else tree_map(fake.from_tensor, made)
 
     def _cache(self, spec: LayerSpec) -> Any:
         """A DynamicCache with `cached` tokens in it, of which a layer with a window keeps the last."""
         from transformers import DynamicCache
 
-        work, head_dim = self.work, getattr(self.attention, spec.head_dim)
-        o: Any = self.layer.get_submodule(spec.o).weight
-        width = o.shape[0 if spec.linear_class.endswith("Conv1D") else 1]
-        kv_heads = width // head_dim // getattr(self.attention, "num_key_value_groups", 1)
-        cache = DynamicCache(config=self.attention.config)
-        cache.update(*(self._random(work.batch, kv_heads, work.cached, head_dim) for _ in range(2)), self.attention.layer_idx)
+        work, attention = self.work, self.attention
+        if spec.layer_class in LATENT:  # what keys and values are made from, and the part of the keys that is rotated
+            heads, sizes = 1, (attention.kv_lora_rank, attention.qk_rope_head_dim)
+        else:
+            head_dim, o = getattr(attention, spec.head_dim), cast(Tensor, self.layer.get_submodule(spec.o).weight)
+            width = o.shape[0 if spec.linear_class.endswith("Conv1D") else 1]
+            heads, sizes = width // head_dim // getattr(attention, "num_key_value_groups", 1), (head_dim, head_dim)
+        cache = DynamicCache(config=attention.config)
+        cache.update(*(self._random(work.batch, heads, work.cached, size) for size in sizes), attention.layer_idx)
         self.filled = dict(vars(cache.layers[self.attention.layer_idx]))
         return cache
 

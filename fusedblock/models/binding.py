@@ -71,6 +71,8 @@ class BlockBinding(NamedTuple):
 
 # Activations that are plain functions, called with their defaults.
 _FUNCTIONS = ((nn.functional.silu, "silu"), (nn.functional.gelu, "gelu"), (nn.functional.relu, "relu"))
+# Where those are from that are modules.
+_MODULES = ("torch.nn.modules.activation", "transformers.activations", "fusedblock.models.block_parts")
 
 
 def activation_of(function: Any) -> str | None:
@@ -79,7 +81,7 @@ def activation_of(function: Any) -> str | None:
         if function is known_function:
             return name
     name = type(function).__name__
-    if type(function).__module__ not in ("torch.nn.modules.activation", "transformers.activations", "fusedblock.models.block"):
+    if type(function).__module__ not in _MODULES:
         return None
     if name in ("SiLU", "SiLUActivation"):
         return "silu"
@@ -355,7 +357,7 @@ def bind_sparse(layer: nn.Module, spec: LayerSpec | MixtureSpec, sparse: Sparse,
                  children: list[Child], activations: list[tuple[Any, str]]) -> tuple[Mixture, list[Slot]]:  # fmt: skip
     """The mixture, and the places of its parameters. Appends what must stay as it is to children and activations."""
     entry, experts = ROUTERS[spec.family], _at(layer, sparse.experts)
-    children.append(child_of(layer, sparse.router, f"{spec.home}.{entry.layer_class}", capturing=True))
+    children.append(child_of(layer, sparse.router, f"{spec.home}.{sparse.router_class or entry.layer_class}", capturing=True))
     router = children[-1].module
     numbers = (*entry.live.values(), *(entry.ungrouped[:1] if entry.ungrouped else ()))
     for path in (*(f"{sparse.router}.{name}" for name in numbers),

@@ -6,158 +6,22 @@ as it reads a layer of transformers: there is one way from a layer to the kernel
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .. import blocks, ops
+from .. import blocks
 from ..cache import KVCache
 from ..ops import ShapeError
 from . import table
 from .adapter import compute_dtype
 from .binding import Binding, bind, is_current
 from .block_config import BlockConfig
+from .block_parts import build, entry
 from .rotary import Rotary
+from .routers import ROUTERS
 from .swap import FusedLayer, falls_back, refusal
-
-
-class Part(nn.Module):
-    """A named place for parts of a block. The block computes; its parts only hold."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError("the parts of a FusedBlock compute together, call the block")
-
-
-class Norm(nn.Module):
-    """RMSNorm, or LayerNorm without a bias, over the last axis."""
-
-    def __init__(self, shape: tuple[int, ...], spec: table.LayerSpec, eps: float, device: Any, dtype: Any) -> None:
-        super().__init__()
-        self.kind, self.eps, self.weight_offset, self.round_early = spec.norm, eps, spec.weight_offset, spec.round_early
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.constant_(self.weight, 1.0 - self.weight_offset)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.kind == "layer":
-            return ops.layer_norm(x, self.weight, eps=self.eps)
-        return ops.rms_norm(x, self.weight, eps=self.eps, weight_offset=self.weight_offset, round_early=self.round_early)
-
-    def extra_repr(self) -> str:
-        return f"{tuple(self.weight.shape)}, kind={self.kind!r}, eps={self.eps}"
-
-
-class Conv1D(nn.Module):
-    """A linear layer whose weight is `in_features out_features`, as GPT-2's are."""
-
-    def __init__(self, in_features: int, out_features: int, bias: bool, device: Any, dtype: Any) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(in_features, out_features, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=0.02)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.linear(x, self.weight.t(), self.bias)
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.weight.shape[0]}, out_features={self.weight.shape[1]}, bias={self.bias is not None}"
-
-
-class ReLUSquaredActivation(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.relu().square()
-
-
-_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
-    "silu": nn.SiLU, "swish": nn.SiLU, "relu": nn.ReLU, "relu2": ReLUSquaredActivation,
-    **dict.fromkeys(("gelu", "gelu_python"), nn.GELU),
-    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_python_tanh"), functools.partial(nn.GELU, approximate="tanh")),
-}  # fmt: skip
-
-def _with_our_classes(spec: table.LayerSpec) -> table.LayerSpec:
-    norm = spec.norm_class if spec.norm_class.startswith("torch.") else "Norm"
-    linear = spec.linear_class if spec.linear_class.startswith("torch.") else f"{__name__}.Conv1D"
-    parts = dict.fromkeys(spec.classes, "Part")
-    window = spec.window.replace(".config.", ".")  # a Part has no config
-    return replace(spec, window=window, module=__name__, classes=parts, norm_class=norm, linear_class=linear, eps="eps")
-
-
-_ENTRIES = {family: _with_our_classes(spec) for family, spec in table.FAMILIES.items()}
-
-
-def _put(block: nn.Module, path: str, value: Any) -> None:
-    parent, _, name = path.rpartition(".")
-    setattr(block.get_submodule(parent), name, value)
-
-
-def _build(block: nn.Module, config: BlockConfig, device: Any, dtype: Any) -> None:
-    """Give the block every module and number that `bind` looks for, at the places of the entry."""
-    spec = _ENTRIES[config.model_type]
-    hidden, ffn, heads, kv_heads, d = (config.hidden_size, config.intermediate_size, config.num_attention_heads,
-                                       config.num_key_value_heads, config.head_dim)  # fmt: skip
-    assert ffn is not None and kv_heads is not None and d is not None
-    if config.hidden_act not in _ACTIVATIONS:
-        raise ValueError(f"FusedBlock: hidden_act={config.hidden_act!r}, expected one of {', '.join(_ACTIVATIONS)}")
-    for path in spec.classes:
-        _put(block, path, Part())
-    _put(block, spec.activation, _ACTIVATIONS[config.hidden_act]())
-
-    n_q, n_kv = heads * d, kv_heads * d
-    sizes = {"q": (hidden, n_q + 2 * n_kv if spec.qkv else n_q), "k": (hidden, n_kv), "v": (hidden, n_kv), "o": (n_q, hidden),
-             "gate": (hidden, ffn), "up": (hidden, ffn * (2 if spec.mlp == "gated_stacked" else 1)),
-             "down": (ffn, hidden)}  # fmt: skip
-    linear = Conv1D if spec.linear_class.endswith("Conv1D") else nn.Linear
-    for name, path in spec.linears.items():
-        bias: Any = spec.biases["qkv" if name in ("q", "k", "v") else "o" if name == "o" else "mlp"]
-        bias = getattr(config, bias) if isinstance(bias, str) else bias
-        _put(block, path, linear(*sizes[name], bias=bias, device=device, dtype=dtype))
-
-    eps = config.rms_norm_eps if spec.norm == "rms" else config.layer_norm_eps
-    assert eps is not None
-
-    biased = spec.biases.get("norm", True)
-    biased = getattr(config, biased) if isinstance(biased, str) else biased
-
-    def norm(*shape: int) -> nn.Module:
-        if spec.norm_class.startswith("torch."):
-            return nn.LayerNorm(shape, eps=eps, bias=biased, device=device, dtype=dtype)
-        return Norm(shape, spec, eps, device, dtype)
-
-    for name, path in spec.norms.items():
-        if config.layer_idx == 0 and name in spec.first_lacks:
-            _put(block, path, nn.Identity())
-        elif not (name == "mlp_norm" and spec.shared_norm and config.use_parallel_residual):
-            _put(block, path, norm(hidden))
-    options = {"qk_norm": spec.qk_norm}
-    for path, (option, values) in spec.switches.items():
-        value = config.use_rope if option == "rope" else bool(getattr(config, path.rpartition(".")[2]))
-        _put(block, path, value)
-        options[option] = values[value]
-    for name, n in (("q_norm", heads), ("k_norm", kv_heads)):
-        if options["qk_norm"]:
-            shape = (n * d,) if options["qk_norm"] == "full" else (n, d) if spec.head_weights else (d,)
-            _put(block, f"{spec.attention}.{getattr(spec, name)}", norm(*shape))
-
-    attention = {spec.head_dim: d, "scaling": config.scale, "is_causal": config.causal, "layer_idx": config.layer_idx,
-                 "num_key_value_groups": heads // kv_heads}  # fmt: skip
-    numbers: dict[str, Any] = {f"{spec.attention}.{name}": value for name, value in attention.items()}
-    numbers |= {path: getattr(config, word) for path, word in spec.dropouts.items()}
-    numbers |= {path: getattr(config, path.rpartition(".")[2]) for path in (*spec.refused, spec.branch_scale) if path}
-    numbers |= {spec.window: config.window} if spec.window else {}
-    numbers |= {spec.softcap: getattr(config, spec.softcap.rpartition(".")[2])} if spec.softcap else {}
-    for path, value in numbers.items():
-        _put(block, path, value)
 
 
 class FusedBlock(nn.Module):
@@ -165,7 +29,8 @@ class FusedBlock(nn.Module):
 
     Its state dict has the names and shapes of transformers' layer of that model_type, so that `load_safetensors(block, path)`
     reads the layer config.layer_idx out of a checkpoint, and `load_state_dict` takes a layer's. It trains (gradients, autocast,
-    torch.compile) and serves (caches); there is no fallback, what the kernels cannot take is an error.
+    torch.compile) and serves (caches); there is no fallback, what the kernels cannot take is an error. A layer with experts has
+    its router, its experts, stacked, and its shared expert in them.
 
     Args:
         config: sizes and numerics.
@@ -178,15 +43,18 @@ class FusedBlock(nn.Module):
     Raises ValueError for a config that no kernel takes.
     """
 
+    # Not cast when a checkpoint is loaded in another dtype, as in transformers' models of these families.
+    _keep_in_fp32_modules_strict = frozenset(r.tensors["correction_bias"] for r in ROUTERS.values() if r.spec.correction_bias)
+
     def __init__(self, config: BlockConfig, *, device: Any = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         if not isinstance(config, BlockConfig):
             raise TypeError(f"FusedBlock: config is a {type(config).__name__}, expected a BlockConfig")
         self.config = config
         self._binding: Binding | None = None
-        _build(self, config, device, dtype)
+        build(self, config, device, dtype)
         self.rotary_emb = Rotary(config, config.spec.tables, device) if config.use_rope else None
-        if isinstance(bound := bind(self, _ENTRIES[config.model_type]), str):
+        if isinstance(bound := bind(self, entry(config)), str):
             raise ValueError(f"FusedBlock: {bound}")
 
     @classmethod
@@ -208,9 +76,12 @@ class FusedBlock(nn.Module):
         values = {**attention.config.to_dict(), "model_type": spec.family}  # type: ignore[operator, union-attr]
         config = BlockConfig.from_dict(values, layer_idx=getattr(attention, "layer_idx", None) or 0)
         block = cls(config, device="meta")
-        ours = bind(block, _ENTRIES[config.model_type])
+        ours = bind(block, entry(config))
         assert isinstance(ours, Binding)
         facts = {name: (getattr(theirs.spec, name), getattr(ours.spec, name)) for name in vars(ours.spec)}
+        if ours.mixture is not None and theirs.mixture is not None:
+            said = vars(ours.mixture.spec)
+            facts |= {f"the experts' {name}": (getattr(theirs.mixture.spec, name), value) for name, value in said.items()}
         facts["is_causal"] = attention.is_causal, config.causal  # type: ignore[assignment]
         names, expected = set(layer.state_dict(keep_vars=True)), set(block.state_dict(keep_vars=True))
         differing = [f"{name} is {live}, its config gives {said}" for name, (live, said) in facts.items() if live != said]
@@ -230,7 +101,8 @@ class FusedBlock(nn.Module):
     def forward(
         self, hidden_states: Tensor, *, position_ids: Tensor | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None, attention_mask: Tensor | None = None, cache: Any = None,
-    ) -> Tensor:  # fmt: skip
+        output_router_logits: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """One layer.
 
         Args:
@@ -244,14 +116,20 @@ class FusedBlock(nn.Module):
                 (added to the logits): the whole truth, as transformers hands it to its layers.
             cache: of a decoder, a KVCache or a cache of transformers: anything with update(keys, values, layer_idx), and
                 get_seq_length(layer_idx) unless positions and a 4-D mask are given. The slot is config.layer_idx.
+            output_router_logits: of a layer with experts (config.sparse), return what its router says of every token too, for an
+                auxiliary loss: transformers' load_balancing_loss_func takes a tuple of them, of all layers.
 
-        Returns `batch seq hidden` in the dtype of hidden_states. Raises, before anything is launched, ShapeError, ValueError or
-        TypeError naming the argument and both values.
+        Returns `batch seq hidden` in the dtype of hidden_states; with output_router_logits also `batch*seq experts` in that dtype
+        (under autocast in the one it multiplies in), or in fp32 where the family's router computes in it (GLM-4 MoE). Raises,
+        before anything is launched, ShapeError, ValueError or TypeError naming the argument and both values.
         """
         bound = self._bound()
         self._check(bound.weights.q.device, hidden_states, position_ids, position_embeddings, attention_mask)
         if cache is not None and not self.config.causal:
             raise ValueError(f"FusedBlock: cache is given, but {self.config.model_type} attends both ways: it has no cache")
+        if output_router_logits and bound.mixture is None:
+            layer = f"layer {self.config.layer_idx} of {self.config.model_type}"
+            raise ValueError(f"FusedBlock: output_router_logits=True, but {layer} has no experts")
         past = self._past(cache, position_ids, position_embeddings, attention_mask)
         if position_embeddings is None and self.rotary_emb is not None:
             counted = position_ids is None
@@ -259,7 +137,7 @@ class FusedBlock(nn.Module):
                                    else self.rotary_emb(hidden_states, position_ids))  # fmt: skip
         compute, reason = compute_dtype(bound, hidden_states, position_embeddings)
         if reason:
-            hint = "; the kernels have no dropout, set it to 0 or call eval()" if reason.endswith("in training") else ""
+            hint = "; the kernels draw no random numbers, set it to 0 or call eval()" if reason.endswith("in training") else ""
             raise ValueError(f"FusedBlock: {reason}{hint}")
         mask, needed = self._visible(hidden_states, attention_mask, past, cache)
         whole = mask is not None and mask.dim() == 4  # the truth
@@ -270,13 +148,23 @@ class FusedBlock(nn.Module):
         update = None if cache is None else self._updater(cache, needed, past + hidden_states.shape[1])
         cos, sin = position_embeddings if bound.spec.rope and position_embeddings is not None else (None, None)
         causal = not whole and self.config.causal and hidden_states.shape[1] > 1
-        return blocks.forward(bound.spec, bound.weights, hidden_states, cos, sin, mask=mask, causal=causal, windowed=not whole,
-                              update=update, compute_dtype=compute, own=bound.own)  # fmt: skip
+        logits: list[Tensor] = []
+
+        def experts(y: Tensor, residual: Tensor) -> Tensor:
+            assert bound.mixture is not None
+            mixed = bound.mixture.mixed(y, residual)
+            logits.append(mixed.logits)
+            return mixed.out
+
+        out = blocks.forward(bound.spec, bound.weights, hidden_states, cos, sin, mask=mask, causal=causal, windowed=not whole,
+                             update=update, compute_dtype=compute, own=bound.own, kept=bound.fixed,
+                             mlp=experts if bound.mixture is not None else None)  # fmt: skip
+        return (out, logits[0]) if output_router_logits else out
 
     def _bound(self) -> Binding:
         known = self._binding
         if torch.compiler.is_compiling() or known is None or not is_current(known, self):
-            bound = bind(self, _ENTRIES[self.config.model_type])
+            bound = bind(self, entry(self.config))
             if isinstance(bound, str):
                 raise ValueError(f"FusedBlock: {bound}")
             if not torch.compiler.is_compiling():

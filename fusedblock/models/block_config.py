@@ -26,14 +26,15 @@ ROPE_KEYS = {
 }  # fmt: skip
 _ROPE_REQUIRED = {**ROPE_KEYS, "yarn": ("factor", "original_max_position_embeddings")}
 _KINDS = {"bool | None": (bool, "true or false"), "int | None": (numbers.Integral, "an integer"),
-          "float | None": (numbers.Real, "a finite number"), "Mapping[str, Any] | None": (Mapping, "a dictionary")}  # fmt: skip
+          "float | None": (numbers.Real, "a finite number"), "Mapping[str, Any] | None": (Mapping, "a dictionary"),
+          **dict.fromkeys(("tuple[int, ...] | None", "tuple[str, ...] | None"), ((list, tuple), "a list"))}  # fmt: skip
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _THETAS = dict(zip(_LAYER_TYPES, ("rope_theta", "rope_local_base_freq")))
 # Words whose null in a config.json says something. Any other null means the default.
 _NULLABLE = frozenset({"num_key_value_heads", "head_dim", "sliding_window", "intermediate_size", "attn_logit_softcapping"})
 
 
-def _of_kind(name: str, value: Any, kind: type, expected: str) -> None:
+def _of_kind(name: str, value: Any, kind: Any, expected: str) -> None:
     right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
     if not right or (kind is numbers.Real and not math.isfinite(value)):
         raise ValueError(f"BlockConfig: {name}={value!r}, expected {expected}")
@@ -41,8 +42,6 @@ def _of_kind(name: str, value: Any, kind: type, expected: str) -> None:
 
 def _unknown(model_type: Any) -> ValueError:
     waits = table.waiting_family(model_type) if isinstance(model_type, str) else ""
-    if any(spec.family == model_type for spec in table.SPECS.values()):
-        waits = "whose layers with experts are fused in a model, by fuse: FusedBlock has none"
     return ValueError(f"BlockConfig: model_type={model_type!r}, {waits or 'expected one of ' + ', '.join(table.FAMILIES)}")
 
 
@@ -66,11 +65,12 @@ class BlockConfig:
 
     Args:
         model_type: "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox",
-            "starcoder2", "olmo2", "olmo3", "cohere", "cohere2", "granite", "smollm3", "glm", "stablelm", "bert", "roberta", "vit"
-            or "modernbert".
+            "starcoder2", "olmo2", "olmo3", "cohere", "cohere2", "granite", "smollm3", "glm", "stablelm", "bert", "roberta",
+            "vit", "modernbert", or with experts "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss" or "glm4_moe".
         hidden_size, intermediate_size, num_attention_heads: sizes.
         layer_idx: which layer of the model it is. It decides the slot in a cache, the layer that `load_safetensors` looks for,
-            and in some families numerics: layers without rope (SmolLM3), windows, GPT-2's scaling by layer.
+            and in some families numerics: layers without rope (SmolLM3), windows, GPT-2's scaling by layer, experts (see
+            `sparse`).
         num_key_value_heads, head_dim: None means num_attention_heads and hidden_size // num_attention_heads, which are also the
             defaults of most families.
         hidden_act: "silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu" or "relu2", also under transformers' other names.
@@ -81,6 +81,14 @@ class BlockConfig:
         sliding_window: how many tokens a token sees, itself among them; None: all before it. In an encoder half of it to each
             side (ModernBERT's local_attention).
         attn_logit_softcapping: bound of the logits, softcap * tanh(logits / softcap); None: none.
+        num_experts, num_local_experts, n_routed_experts: how many experts there are, whichever the family calls it; of them each
+            token has num_experts_per_tok.
+        moe_intermediate_size: width of an expert, where intermediate_size is that of a dense layer (of Mixtral, OLMoE and gpt-oss
+            intermediate_size is an expert's).
+        shared_expert_intermediate_size, n_shared_experts: width of the expert that all tokens have, or how many others'.
+        mlp_only_layers, decoder_sparse_step, first_k_dense_replace: which layers are dense, see `sparse`.
+        norm_topk_prob, n_group, topk_group, routed_scaling_factor: of the router.
+        router_jitter_noise: must be 0 in training.
 
     The other words are transformers' too. Raises ValueError naming the word and what contradicts it.
     """
@@ -133,6 +141,22 @@ class BlockConfig:
     resid_pdrop: float | None = DEFAULT
     hidden_dropout_prob: float | None = DEFAULT
     attention_probs_dropout_prob: float | None = DEFAULT
+    num_experts: int | None = DEFAULT
+    num_local_experts: int | None = DEFAULT
+    n_routed_experts: int | None = DEFAULT
+    num_experts_per_tok: int | None = DEFAULT
+    moe_intermediate_size: int | None = DEFAULT
+    shared_expert_intermediate_size: int | None = DEFAULT
+    n_shared_experts: int | None = DEFAULT
+    mlp_only_layers: tuple[int, ...] | None = DEFAULT
+    decoder_sparse_step: int | None = DEFAULT
+    first_k_dense_replace: int | None = DEFAULT
+    norm_topk_prob: bool | None = DEFAULT
+    n_group: int | None = DEFAULT
+    topk_group: int | None = DEFAULT
+    routed_scaling_factor: float | None = DEFAULT
+    router_jitter_noise: float | None = DEFAULT
+    clip_qkv: float | None = DEFAULT
 
     def __post_init__(self) -> None:
         spec = table.FAMILIES.get(self.model_type) if isinstance(self.model_type, str) else None
@@ -178,6 +202,8 @@ class BlockConfig:
             raise ValueError(f"BlockConfig: layer_idx={self.layer_idx!r}, expected a layer's number, from 0 on")
         if self._sliding:
             self._positive("sliding_window")
+        if spec.sparse:
+            self._experts(spec.sparse)
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -211,6 +237,32 @@ class BlockConfig:
             raise ValueError(
                 f"BlockConfig: num_attention_heads={heads} is no multiple of num_key_value_heads={self.num_key_value_heads}"
                 + (f", the default of {self.model_type}" if default else "")
+            )
+
+    def _experts(self, sparse: table.Sparse) -> None:
+        if any(not isinstance(n, int) for n in self.mlp_only_layers or ()):
+            raise ValueError(f"BlockConfig: mlp_only_layers={self.mlp_only_layers!r}, expected layers' numbers")
+        if self.decoder_sparse_step is not None:
+            self._positive("decoder_sparse_step")
+        if not self.sparse:
+            return
+        groups = ("n_group", "topk_group") if self.n_group is not None else ()
+        for name in (sparse.number, sparse.ffn, *sparse.shared_ffn, "num_experts_per_tok", *groups):
+            self._positive(name)
+        number, chosen = getattr(self, sparse.number), self.num_experts_per_tok or 0
+        if chosen > number:
+            raise ValueError(f"BlockConfig: num_experts_per_tok={chosen}, but {sparse.number}={number}")
+        if not groups:
+            return
+        n_group, topk_group = self.n_group or 1, self.topk_group or 1
+        if number % n_group:
+            raise ValueError(f"BlockConfig: n_group={n_group} is no divisor of {sparse.number}={number}")
+        if topk_group > n_group:
+            raise ValueError(f"BlockConfig: topk_group={topk_group}, but n_group={n_group}")
+        if chosen > (eligible := number // n_group * topk_group):
+            raise ValueError(
+                f"BlockConfig: num_experts_per_tok={chosen}, but topk_group={topk_group} of n_group={n_group} groups have "
+                f"{eligible} of {sparse.number}={number}"
             )
 
     def _ropes(self, words: Mapping[str, Any]) -> None:
@@ -275,6 +327,16 @@ class BlockConfig:
         return table.FAMILIES[self.model_type]
 
     @property
+    def sparse(self) -> bool:
+        """Whether this layer has experts. In families with experts others may have a dense MLP: those in mlp_only_layers, those
+        before first_k_dense_replace, and all but every decoder_sparse_step-th."""
+        if self.spec.sparse is None or self.layer_idx in (self.mlp_only_layers or ()):
+            return False
+        if self.decoder_sparse_step is not None:
+            return bool(self.num_experts) and (self.layer_idx + 1) % self.decoder_sparse_step == 0
+        return self.first_k_dense_replace is None or self.layer_idx >= self.first_k_dense_replace
+
+    @property
     def use_rope(self) -> bool:
         """Whether this layer turns its queries and keys."""
         if not self.spec.rope:
@@ -315,8 +377,10 @@ class BlockConfig:
         """"full_attention" or "sliding_attention"; families whose layers do not differ have the first."""
         if self.layer_types is not None:
             return self.layer_types[self.layer_idx]
-        every = self.sliding_window_pattern
-        return "sliding_attention" if every and (self.layer_idx + self.spec.period_start) % every else "full_attention"
+        every, index = self.sliding_window_pattern, self.layer_idx
+        windowed = every and (index + self.spec.period_start) % every and self.use_sliding_window is not False
+        beyond = self.max_window_layers is not None and index >= self.max_window_layers
+        return "sliding_attention" if windowed and not beyond else "full_attention"
 
     @property
     def _sliding(self) -> bool:

@@ -187,11 +187,13 @@ def has_rules(target: nn.Module) -> bool:
 def original_state(model: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """``state`` under the names and in the layout of the model's checkpoints, as ``save_pretrained`` writes them.
 
-    A FusedBlock's under those that its layer has in a checkpoint of transformers. Other modules have no names but their own.
+    A FusedBlock's under those that its layer has in a checkpoint of transformers, its experts one by one where they lie there so.
+    Other modules have no names but their own.
     """
-    if isinstance(getattr(model, "config", None), BlockConfig):
+    if isinstance(config := getattr(model, "config", None), BlockConfig):
         theirs = {key: name for name, key in _old_names(model, state).items()}
-        return {theirs.get(key, key): value for key, value in state.items()}
+        named = {theirs.get(key, key): value for key, value in state.items()}
+        return expert_names.split(named, config.model_type) if config.sparse else named
     if not is_pretrained(model):
         return state
     from transformers.core_model_loading import revert_weight_conversion

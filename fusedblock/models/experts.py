@@ -18,13 +18,15 @@ from torch import Tensor
 from .interface import NAME, autocast_dtype
 
 _MODULE = "transformers.integrations.moe"
-_DEFAULT = f"{_MODULE}._default_apply_gate"  # act_fn(gate) * up
+_OURS = "fusedblock.models.block_parts"
+_PLAIN = (f"{_MODULE}._default_apply_gate", f"{_OURS}.Experts._apply_gate")  # act_fn(gate) * up
 _MODELS = "transformers.models"
 # Gates of a class's own that are ops.CLAMPED, and the attributes that hold its alpha and limit.
 _CLAMPED = {
     f"{_MODELS}.gpt_oss.modeling_gpt_oss.GptOssExperts._apply_gate": ("alpha", "limit"),
     f"{_MODELS}.minimax_m3_vl.modeling_minimax_m3_vl.MiniMaxM3VLExperts._apply_gate": ("swiglu_alpha", "swiglu_limit"),
     f"{_MODELS}.openai_privacy_filter.modeling_openai_privacy_filter.OpenAIPrivacyFilterExperts._apply_gate": ("alpha", "limit"),
+    f"{_OURS}.ClampedExperts._apply_gate": ("alpha", "limit"),
 }
 # Values of config._experts_implementation under which the experts compute what they say: transformers' own, and ours.
 COMPUTING = (None, "eager", "batched_mm", "grouped_mm", "deepgemm", "sonicmoe", NAME)
@@ -91,7 +93,7 @@ def read_gate(module: Any) -> tuple[str, float, float] | str:
     if "_apply_gate" in module.__dict__:
         return "it has an instance _apply_gate"
     gate = _gate_of(type(module))
-    if gate == _DEFAULT:
+    if gate in _PLAIN:
         activation = activation_of(module.act_fn)
         if activation is None:
             name = getattr(module.act_fn, "__name__", type(module.act_fn).__name__)

@@ -159,7 +159,7 @@ def save_safetensors(
     """Write weights as a safetensors checkpoint, bit for bit, under their own names.
 
     A HuggingFace model's are those that ``save_pretrained`` writes; a FusedBlock's those that its layer has in such a file,
-    without the prefix: they differ from its state dict for the model_type "vit".
+    without the prefix: they differ from its state dict for the model_type "vit", and where it has experts.
 
     Args:
         source: a module, fused or not, whose state dict is written, or tensors by name. Of the tied tensors of a module, the
@@ -169,7 +169,8 @@ def save_safetensors(
             single file is an error.
         expert_names: a model_type such as "mixtral" or "qwen3_moe": stacked experts, ``mlp.experts.gate_up_proj`` [expert,
             2 * ffn, hidden] and ``down_proj`` [expert, hidden, ffn], are written one by one under the names of its checkpoints.
-            None leaves them stacked, which transformers reads too. Not for a HuggingFace model, which has names of its own.
+            None leaves them stacked, which transformers reads too, but for a FusedBlock's, which has names of its own. Not for a
+            HuggingFace model, which has them too.
 
     Returns:
         The files written, the index last.

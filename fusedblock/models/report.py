@@ -117,9 +117,14 @@ class FusionReport:
             found.update(record.calls.fallbacks)
         return found
 
-    def __str__(self) -> str:
+    @property
+    def counts(self) -> str:
+        """How many layers, and blocks of experts alone, are fused now, in words."""
         alone = f", and {self.fused_blocks} of {len(self.blocks)} blocks of experts alone" if self.blocks else ""
-        lines = [f"{self.fused} of {len(self.layers)} layers fused{alone}"]
+        return f"{self.fused} of {len(self.layers)} layers fused{alone}"
+
+    def __str__(self) -> str:
+        lines = [self.counts]
         groups: dict[tuple[str, str, str, str], list[int]] = {}
         for record in self.records:
             groups.setdefault((record.layer_class, record.status, record.reason, record.dropout), []).append(record.index)

@@ -132,12 +132,14 @@ class Rotary(nn.Module):
 
     @torch.no_grad()
     def forward(self, hidden_states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin `1|batch seq rotary` in the dtype of hidden_states, for position_ids `1|batch seq`."""
+        """cos and sin `1|batch seq rotary` (half of it with tables "short") in the dtype of hidden_states, for position_ids
+        `1|batch seq`."""
         if self.refusal:
             raise ValueError(self.refusal)
         kind = hidden_states.device.type  # meta has no autocast to switch off
         with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
             angles = position_ids[..., None].float() * self.inv_freq
-            angles = angles.repeat_interleave(2, dim=-1) if self.tables == "repeat" else torch.cat((angles, angles), dim=-1)
+            if self.tables != "short":
+                angles = angles.repeat_interleave(2, dim=-1) if self.tables == "repeat" else torch.cat((angles, angles), dim=-1)
             cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
         return cos.to(hidden_states.dtype), sin.to(hidden_states.dtype)

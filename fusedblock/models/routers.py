@@ -8,6 +8,8 @@ from typing import Any
 
 from ..ops import RouterSpec
 
+# Attribute of a router -> the word of the config that sets it, where the two differ.
+_WORDS = {"top_k": "num_experts_per_tok", "num_group": "n_group"}
 _TOP_K = {"top_k": "top_k"}
 _NORMED = {**_TOP_K, "renormalise": "norm_topk_prob"}
 _GROUPED = {"groups": "num_group", "topk_groups": "topk_group", "scale": "routed_scaling_factor"}
@@ -24,6 +26,11 @@ class Router:
     live: Mapping[str, str]
     tensors: Mapping[str, str] = field(default_factory=lambda: {"weight": "weight"})
     ungrouped: tuple[str, str] | None = None
+
+    @property
+    def words(self) -> dict[str, str]:
+        """Attribute of the module that `live` names -> the word of the config that sets it."""
+        return {attribute: _WORDS.get(attribute, attribute) for attribute in self.live.values()}
 
     def read(self, module: Any) -> RouterSpec:
         """The spec of a live router."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import blocks
-from ..blocks import MoeSpec, MoeWeights
+from ..blocks import Mixed, MoeSpec, MoeWeights
 from ..ops import Fixed
 
 
@@ -23,15 +23,20 @@ class Mixture:
 
     def __call__(self, y: Tensor, residual: Tensor | None = None) -> Tensor:
         """y `... hidden` through router, experts and shared expert, in y's dtype, and the residual, like y but for its dtype."""
+        mixed = self.mixed(y, residual)
+        # The router's own forward does not run. Of hooks on it there are none but transformers', which record what it says.
+        for hook in self.router._forward_hooks.values():
+            hook(self.router, (y,), (mixed.logits, mixed.weights, mixed.indices))
+        return mixed.out
+
+    def mixed(self, y: Tensor, residual: Tensor | None = None) -> Mixed:
+        """Likewise, and what the router says."""
         weights, kept = self.weights, self.kept
         if weights.router.dtype is not y.dtype:  # autocast, under which transformers' products are of y's dtype as well
             kept, weights = None, _cast(weights, y.dtype)
         add = residual if residual is not None and residual.dtype is y.dtype else None
         mixed = blocks.mixture(self.spec, weights, y, residual=add, kept=kept)
-        # The router's own forward does not run. Of hooks on it there are none but transformers', which record what it says.
-        for hook in self.router._forward_hooks.values():
-            hook(self.router, (y,), (mixed.logits, mixed.weights, mixed.indices))
-        return mixed.out if residual is None or add is not None else residual + mixed.out
+        return mixed if residual is None or add is not None else mixed._replace(out=residual + mixed.out)
 
 
 def _cast(w: MoeWeights, dtype: torch.dtype) -> MoeWeights:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 _ATTENTION_BIAS: dict[str, str | bool] = {"qkv": "attention_bias", "o": "attention_bias", "mlp": False}
@@ -22,7 +22,11 @@ class Sparse:
 
     classes: path -> class, the block first, then what it has beside the router and linear layers. experts, shared, shared_gate:
     paths, the last two "" where there is none; a shared expert has gate_proj, up_proj, down_proj and act_fn. noises: numbers that
-    must be zero in training.
+    must be zero in training, and the word of the config that sets them. router_class: "" for that of the family's router.
+
+    The rest is for FusedBlock. number, ffn: the words for how many experts there are and for their width; shared_ffn: those whose
+    product is the width of the shared expert. transposed, interleaved: how the experts' weights lie; biased: whether they have
+    biases. clamp: alpha and limit of a clamped gate; None: the gate is the config's activation.
     """
 
     classes: Mapping[str, str]
@@ -30,7 +34,15 @@ class Sparse:
     experts: str = "mlp.experts"
     shared: str = ""
     shared_gate: str = ""
-    noises: tuple[str, ...] = ()
+    noises: Mapping[str, str] = field(default_factory=dict)
+    router_class: str = ""
+    number: str = "num_experts"
+    ffn: str = "moe_intermediate_size"
+    shared_ffn: tuple[str, ...] = ()
+    transposed: bool = False
+    interleaved: bool = False
+    biased: bool = False
+    clamp: tuple[float, float] | None = None
 
     @property
     def block(self) -> str:
@@ -74,10 +86,10 @@ class LayerSpec:
     `config_words` derives, and the values transformers gives them where they are absent. aliases: other names of words. biases:
     which of the linear layers and LayerNorms have one, or the word that decides. scale: the word for the softmax scale, "" for
     head_dim**-0.5; scale_power: what to raise it to. period: without layer_types, after how many layers with a window one has
-    none; period_start: the index of the first layer that counts. thetas: layer type -> rope_theta where layers differ in it.
-    causal: whether a query sees earlier keys only, or the word that decides. head_weights: q_norm and k_norm have weights for
-    every head. shared_norm: with parallel branches there is no mlp_norm. ffn_ratio: intermediate_size by hidden_size where the
-    config gives none. rope_kinds: what the family takes a rope_type for.
+    none, and from max_window_layers on all; period_start: the index of the first layer that counts. thetas: layer type ->
+    rope_theta where layers differ in it. causal: whether a query sees earlier keys only, or the word that decides. head_weights:
+    q_norm and k_norm have weights for every head. shared_norm: with parallel branches there is no mlp_norm. ffn_ratio:
+    intermediate_size by hidden_size where the config gives none. rope_kinds: what the family takes a rope_type for.
 
     For files: old_names: module -> the module of the layer whose weights a checkpoint holds under that name, because transformers
     has renamed it and writes the old name still. old_buffers: what checkpoints hold and no layer has any more.
@@ -171,7 +183,7 @@ class LayerSpec:
         if self.partial:
             words["partial_rotary_factor"] = 1.0
         words |= {word: False for word in self.biases.values() if isinstance(word, str)}
-        words |= {word: 0.0 for word in self.dropouts.values()}
+        words |= {word: 0.0 for word in (*self.dropouts.values(), *(self.sparse.noises.values() if self.sparse else ()))}
         words |= {path.rpartition(".")[2]: False for path in self.refused}
         if self.period:
             words |= {"sliding_window": 4096, "layer_types": None, "sliding_window_pattern": self.period}
@@ -191,15 +203,16 @@ def _decoder(family: str, name: str, **options: object) -> LayerSpec:
 
 
 def _mixture(family: str, name: str, block: str, dense: bool = False, shared: str = "", **options: Any) -> LayerSpec:
-    """A decoder layer whose MLP is a mixture, the class `name` + `block`; dense: in some layers it is not."""
+    """A decoder layer whose MLP is a mixture, the class `name` + `block`; dense: not in all layers. options: Sparse's too."""
     classes = {"self_attn": f"{name}Attention", **({"mlp": f"{name}MLP"} if dense else {})}
-    own = {name: options.pop(name) for name in ("router", "shared_gate", "noises") if name in options}
+    own = {f.name: options.pop(f.name) for f in fields(Sparse) if f.name in options}
     parts = {"mlp": name + block, "mlp.experts": f"{name}Experts", **({shared: f"{name}MLP"} if shared else {})}
     return _decoder(family, name, classes=classes, sparse=Sparse(parts, shared=shared, **own), **options)
 
 
 _GROUPS = {"num_key_value_heads": None, "head_dim": None}
 _WINDOWS = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28, "layer_types": None}
+_QWEN_EXPERTS = {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": ()}
 _OWN_WINDOW = "self_attn.sliding_window"
 _MODEL_WINDOW = "self_attn.config.sliding_window"
 _BIASES = {"qkv": True, "o": True, "mlp": True}
@@ -363,45 +376,75 @@ _ENTRIES = (
                  "local_rope_theta": "rope_local_base_freq"},
         **_LAYER_NORM,
     ),
-    _mixture("mixtral", "Mixtral", "SparseMoeBlock", window=_MODEL_WINDOW, noises=("mlp.jitter_noise",)),
+    _mixture(
+        "mixtral", "Mixtral", "SparseMoeBlock", window=_MODEL_WINDOW, noises={"mlp.jitter_noise": "router_jitter_noise"},
+        number="num_local_experts", ffn="intermediate_size", biases=_NO_BIASES, aliases={"num_experts": "num_local_experts"},
+        words={**_GROUPS, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None,
+               "num_local_experts": 8, "num_experts_per_tok": 2},
+    ),
     _mixture(
         "qwen2_moe", "Qwen2Moe", "SparseMoeBlock", dense=True, shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate",
-        window=_OWN_WINDOW,
+        window=_OWN_WINDOW, shared_ffn=("shared_expert_intermediate_size",), biases={**_NO_BIASES, "qkv": "qkv_bias"}, period=2,
+        words={**_GROUPS, "num_key_value_heads": 16, "qkv_bias": True, "use_sliding_window": False, "max_window_layers": 28,
+               **_QWEN_EXPERTS, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+               "shared_expert_intermediate_size": 5632},
     ),
-    _mixture("qwen3_moe", "Qwen3Moe", "SparseMoeBlock", dense=True, window=_OWN_WINDOW, qk_norm="head"),
     _mixture(
-        "olmoe", "Olmoe", "SparseMoeBlock", window=_MODEL_WINDOW, qk_norm="full",
-        refused={"self_attn.config.clip_qkv": "clip_qkv has no kernel"},
+        "qwen3_moe", "Qwen3Moe", "SparseMoeBlock", dense=True, window=_OWN_WINDOW, qk_norm="head",
+        aliases={"num_local_experts": "num_experts"},
+        words={**_GROUPS, "num_key_value_heads": 4, "sliding_window": 4096, "use_sliding_window": False,
+               **_QWEN_EXPERTS, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    ),
+    _mixture(
+        "olmoe", "Olmoe", "SparseMoeBlock", window=_MODEL_WINDOW, qk_norm="full", ffn="intermediate_size",
+        refused={"self_attn.config.clip_qkv": "clip_qkv has no kernel"}, aliases={"num_local_experts": "num_experts"},
+        words={**_GROUPS, "rms_norm_eps": 1e-5, "clip_qkv": None, "num_experts": 64, "num_experts_per_tok": 8,
+               "norm_topk_prob": False},
     ),
     _mixture(
         "gpt_oss", "GptOss", "MLP", router="mlp.router", window=_OWN_WINDOW, round_early=False, tables="short",
-        sinks="self_attn.sinks",
+        sinks="self_attn.sinks", number="num_local_experts", ffn="intermediate_size", transposed=True, interleaved=True,
+        biased=True, clamp=(1.702, 7.0), period=2, aliases={"num_experts": "num_local_experts"},
+        words={"num_key_value_heads": 8, "head_dim": 64, "attention_bias": True, "rms_norm_eps": 1e-5, "rope_theta": 150000.0,
+               "rope_parameters": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                                   "original_max_position_embeddings": 4096},
+               "sliding_window": 128, "num_local_experts": 128, "num_experts_per_tok": 4},
     ),
     _mixture(
-        "glm4_moe", "Glm4Moe", "MoE", dense=True, shared="mlp.shared_experts", partial=True,
+        "glm4_moe", "Glm4Moe", "MoE", dense=True, shared="mlp.shared_experts", partial=True, number="n_routed_experts",
+        shared_ffn=("moe_intermediate_size", "n_shared_experts"), biases={**_NO_BIASES, "qkv": "attention_bias"},
         switches={"self_attn.use_qk_norm": ("qk_norm", {True: "head", False: ""})},
+        aliases={"num_local_experts": "n_routed_experts"},
+        words={**_GROUPS, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "use_qk_norm": False,
+               "n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1,
+               "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0},
     ),
 )  # fmt: skip
 # Names of parameters in checkpoints that were once TensorFlow's, of any family.
 OLD_PARAMETERS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 SPECS = {spec.layer_class: spec for spec in _ENTRIES}
-FAMILIES = {spec.family: spec for spec in _ENTRIES if not spec.sparse}  # what FusedBlock builds
+FAMILIES = {spec.family: spec for spec in _ENTRIES}
 
+# Layers of transformers whose attention waits for a kernel, and where they keep what does not.
+LATENT = {spec.layer_class: spec for spec in (
+    _mixture("deepseek_v2", "DeepseekV2", "Moe", dense=True, shared="mlp.shared_experts"),
+    _mixture("deepseek_v3", "DeepseekV3", "MoE", dense=True, shared="mlp.shared_experts"),
+)}  # fmt: skip
 # Layers of transformers that wait for something: class -> for what.
-WAITING = {
-    "DeepseekV2DecoderLayer": "multi-head latent attention has no kernel yet",
-    "DeepseekV3DecoderLayer": "multi-head latent attention has no kernel yet",
-}
+WAITING = dict.fromkeys(LATENT, "multi-head latent attention has no kernel yet")
 
 
-def _block(family: str, name: str, block: str) -> MixtureSpec:
-    parts = {"experts": f"{name}Experts", "shared_experts": f"{name}MLP"}
-    return MixtureSpec(family, name + block, Sparse(parts, "gate", "experts", "shared_experts"))
+def _alone(spec: LayerSpec) -> MixtureSpec:
+    """The block of experts of a layer, with paths that start at it."""
+    assert spec.sparse is not None
+    sparse, start = spec.sparse, f"{spec.sparse.block}."
+    parts = {path.removeprefix(start): name for path, name in sparse.classes.items() if path != sparse.block}
+    router, experts, shared = (path.removeprefix(start) for path in (sparse.router, sparse.experts, sparse.shared))
+    return MixtureSpec(spec.family, sparse.classes[sparse.block], Sparse(parts, router, experts, shared))
 
 
 # Blocks of experts in them that do not: class -> where it keeps its parts.
-BLOCKS = {spec.block_class: spec for spec in (
-    _block("deepseek_v2", "DeepseekV2", "Moe"), _block("deepseek_v3", "DeepseekV3", "MoE"))}  # fmt: skip
+BLOCKS = {spec.block_class: spec for spec in map(_alone, LATENT.values())}
 
 
 def known_class(cls: type) -> type | None:
@@ -409,8 +452,13 @@ def known_class(cls: type) -> type | None:
     return next((b for b in cls.__mro__ if b.__name__ in SPECS and b.__module__ == SPECS[b.__name__].home), None)
 
 
+def latent_class(cls: type) -> type | None:
+    """Likewise of the layers of which the block of experts alone is fused."""
+    return next((b for b in cls.__mro__ if b.__name__ in LATENT and b.__module__ == LATENT[b.__name__].home), None)
+
+
 def known_block(cls: type) -> type | None:
-    """Likewise of the blocks of experts that are fused alone."""
+    """And of these blocks."""
     return next((b for b in cls.__mro__ if b.__name__ in BLOCKS and b.__module__ == BLOCKS[b.__name__].home), None)
 
 
