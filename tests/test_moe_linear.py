@@ -259,8 +259,11 @@ def test_errors_name_the_argument(which: int, changes: dict[str, Any], message: 
     assert str(raised.value) == f"moe_linear: {message}" and not launches
 
 
-def test_the_function_names_an_x_of_other_axes() -> None:
+def test_the_function_names_an_x_of_other_axes_and_an_index_that_is_none() -> None:
     args = case_of(BOTH[1]).arguments(torch.float32)
     index = [args[n] for n in ("order", "inverse", "offsets", "tiles")]
     with pytest.raises(ops.ShapeError, match=r"x has shape \(20, 48\), expected \(tokens heads\*top_k=8 width\) beside weights"):
         ops.moe_linear(args["x"], args["weight"], args["indices"], index, tile_rows=16, weights=args["weights"], heads=4)
+    with pytest.raises(TypeError, match="moe_linear: index is a list of 3"):
+        ops.moe_linear(args["x"].view(20, 8, 6), args["weight"], args["indices"], index[:3], tile_rows=16,
+                       weights=args["weights"], heads=4)  # fmt: skip
