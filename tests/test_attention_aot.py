@@ -74,7 +74,10 @@ def check(target: str, head_dim: int, dtype: torch.dtype, mask: str, causal: boo
         assert all("cp.async.bulk.tensor" in k.asm["ptx"] for k in kernels if k.name != "_delta_kernel")
 
 
-@pytest.mark.parametrize("mask, causal", [("none", False), ("none", True), ("padding", True), ("added", True)])
+_slow = lambda *values: pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("mask, causal", [_slow("none", False), ("none", True), _slow("padding", True), ("added", True)])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("target", GATED)
 def test_no_spills(target: str, head_dim: int, mask: str, causal: bool):

@@ -214,6 +214,7 @@ def test_backward_is_timed_alone() -> None:
 ONLY = "(causal|fp8), H4/2 D16"
 
 
+@pytest.mark.slow
 def test_dry_run_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "out.json"
     assert attention.main(arguments("--dry", "--json", str(path), "--only", ONLY)) == 0

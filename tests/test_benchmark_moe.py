@@ -193,6 +193,7 @@ def test_targets_are_of_the_rows() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_dry_run_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "out.json"
     only = "(Qwen3-30B-A3B,.*T1$|backward: Mixtral)"
@@ -218,6 +219,7 @@ def test_whole_dry_run(words: tuple[str, ...], tmp_path: Path) -> None:
     assert {r.status for r in rows.read(path)} == {"ok"}
 
 
+@pytest.mark.slow
 def test_choices_in_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert moe.main(arguments("--choices", "--dry", "--only", "(gpt-oss|router: Mixtral.*T1$)", "--seconds", "0.02")) == 0
     printed = capsys.readouterr().out

@@ -67,6 +67,7 @@ def test_without_a_gpu_it_says_so(
 ONLY = "^layer decode: B1 |^operator: (norm|attention|o) forward B1 S24"
 
 
+@pytest.mark.slow
 def test_dry_run_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert layers.main(arguments("--dry", "--model", "llama", "--json", str(tmp_path / "out.json"), "--only", ONLY)) == 0
     found = rows.read(tmp_path / "out.json")
@@ -105,6 +106,7 @@ def test_whole_dry_run(tmp_path: Path) -> None:
             assert row.tflops is None and row.method == "host" and row.host_us == pytest.approx(1e3 * row.ms, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["layernorm", "qwen3"])
 def test_dry_run_of_one_model(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, only = tmp_path / "out.json", "forward: B1 S8|decode: B1 |host"

@@ -392,7 +392,7 @@ def test_it_prints_what_it_is() -> None:
 
 
 @pytest.mark.parametrize("training", (False, True), ids=("serving", "training"))
-@pytest.mark.parametrize("name", ("llama", "mistral", "gpt2", "bert"))
+@pytest.mark.parametrize("name", ("llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mistral", "gpt2", "bert"))))
 def test_compile_without_graph_breaks(name: str, training: bool) -> None:
     torch._dynamo.reset()
     block = block_of(families.build(name), 0).train(training)

@@ -290,6 +290,7 @@ def compiled_runs(backend: str) -> None:
                 torch.testing.assert_close(got[name], want[name])
 
 
+@pytest.mark.slow
 def test_compile_for_any_length():
     """With dynamic shapes one graph serves two lengths."""
     w = make_weights(LLAMA, torch.float32)

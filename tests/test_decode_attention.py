@@ -52,7 +52,8 @@ def check(case: Case, target: str | Target = "sm_90") -> None:
 # ---- every option ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target", [TARGETS["sm_89"], replace(H100, sms=1)], ids=["split", "one split"])
+@pytest.mark.parametrize("target", [pytest.param(TARGETS["sm_89"], marks=pytest.mark.slow), replace(H100, sms=1)],
+                         ids=["split", "one split"])  # fmt: skip
 def test_every_option(target: Target) -> None:
     for case in taken(attention_cases.alone(**SMALL)):
         check(case, target)

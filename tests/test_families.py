@@ -82,9 +82,10 @@ def test_the_table_of_the_readme_is_the_registry() -> None:
     assert shown.partition("\n")[2].strip() == markdown()
 
 
-def attentions(names: Iterable[str]) -> Any:
-    """Every name with each attention that takes it."""
-    cases = [(name, which) for name in names for which in families.implementations(name)]
+def attentions(names: Iterable[str], *slow: str) -> Any:
+    """Every name with each attention that takes it; those named are slow tests."""
+    cases = [pytest.param(name, which, marks=[pytest.mark.slow] if which in slow else []) for name in names
+             for which in families.implementations(name)]  # fmt: skip
     return pytest.mark.parametrize(("name", "implementation"), cases)
 
 
@@ -96,7 +97,7 @@ def test_outputs_and_gradients(name: str, dtype: torch.dtype, implementation: st
 
 
 @pytest.mark.parametrize("pad", (0, 3), ids=("whole", "padded"))
-@attentions(DECODERS)
+@attentions(DECODERS, "eager")
 def test_generate(name: str, pad: int, implementation: str) -> None:
     """Greedy tokens with a dynamic and a static cache, 16 of them so that windows are left behind."""
     model = families.build(name, implementation)
