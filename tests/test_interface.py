@@ -300,7 +300,7 @@ def test_compiled_decoding_with_a_static_cache_is_one_graph(fuse: bool) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("name", ("llama", "gemma3_text"))
+@pytest.mark.parametrize("name", ("llama", pytest.param("gemma3_text", marks=pytest.mark.slow)))
 def test_continuous_batching(name: str) -> None:
     """Later transformers refuse other attention than their own there, by name."""
     prompts = [[5, 6, 7, 8, 9], [10, 11, 12], [20, 21, 22, 23, 24, 25, 26]]

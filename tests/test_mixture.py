@@ -227,7 +227,7 @@ LENGTHS = (2, 3, 17, 64, 65, 200)
 
 
 @pytest.mark.parametrize("grad", (False, True))
-@pytest.mark.parametrize("shared", ("none", "plain", "gated"))
+@pytest.mark.parametrize("shared", ("plain", *(pytest.param(s, marks=pytest.mark.slow) for s in ("none", "gated"))))
 def test_one_graph_for_any_length(shared: str, grad: bool) -> None:
     """Whichever way the experts run, with their gradients: the rows of a tile are no matter of the graph."""
     spec, weights, _ = small()

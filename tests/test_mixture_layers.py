@@ -296,7 +296,7 @@ def test_gradient_checkpointing() -> None:
     assert all(relative_error(found[1][kind], grad) < 2e-5 for kind, grad in found[0].items())
 
 
-@pytest.mark.parametrize("name", ("mixtral", "gpt_oss", "glm4_moe"))
+@pytest.mark.parametrize("name", ("mixtral", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt_oss", "glm4_moe"))))
 @pytest.mark.parametrize("grad", (False, True))
 def test_compiled(name: str, grad: bool) -> None:
     """One graph, router logits too."""

@@ -51,7 +51,7 @@ def check(kernels: list[Any], name: str) -> None:
         assert aot.has_narrow_dot(kernel) == (kernel.name in products)
 
 
-@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize("sums", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_chosen_target(sums: bool) -> None:
     """And rows that an index names come by cp.async, whatever heads they have: a plain load would wait for memory."""
     kernels = compiled("sm_90", JETMOE, 4099, 128, sums)
