@@ -167,6 +167,17 @@ def _set(path: str, value: Any) -> Any:
     return change
 
 
+def _first(experts: int, *names: str) -> Any:
+    """The first experts alone, of these parameters of the MLP: other data under the same parameter."""
+
+    def change(layer: nn.Module) -> None:
+        for name in names:
+            parameter = layer.mlp.get_parameter(name)
+            parameter.data = parameter.data[:experts].clone()
+
+    return change
+
+
 class _Double(nn.Module):
     def forward(self, x: Tensor, *rest: Any) -> Tensor:
         return 2 * x
@@ -181,6 +192,8 @@ REASONS = [
     ("mixtral", {}, lambda layer: layer.mlp.gate.register_forward_hook(lambda *_: None), "mlp.gate has a hook"),
     ("mixtral", {}, lambda layer: layer.mlp.register_forward_hook(lambda *_: None), "mlp has a hook"),
     ("mixtral", {}, lambda layer: layer.mlp.experts.to(torch.float64), "mixture: gate_up has dtype torch.float64"),
+    ("mixtral", {}, _first(4, "gate.weight"), "mixture: router (experts hidden) has experts=4, but experts=6 so far"),
+    ("mixtral", {}, _first(4, "gate.weight", "experts.gate_up_proj", "experts.down_proj"), ""),
     ("gpt_oss", {}, _set("mlp.experts.limit", 0.0), "limit=0.0, expected a positive number"),
     ("gpt_oss", {}, _set("mlp.experts.limit", 0.5), ""),
     ("gpt_oss", {}, _set("self_attn.sinks", nn.Parameter(torch.ones(5))), "the sinks weight has shape (5,), expected (4,)"),

@@ -373,6 +373,8 @@ def bind_sparse(layer: nn.Module, spec: LayerSpec | MixtureSpec, sparse: Sparse,
 
     def put(name: str, holder: dict[str, Any], leaf: str, path: str) -> None:
         slots[name] = (holder, leaf, _plain(holder.get(leaf), f"{path}.{leaf}"))
+        for laid in ("shape", "dtype"):  # `.data =` and module.to() change them under the parameter
+            fact(f"{path}.{leaf}.{laid}")
 
     def activation(path: str) -> str:
         children.append(child_of(layer, path, ""))
