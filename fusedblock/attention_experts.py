@@ -93,6 +93,8 @@ def _past(cache: Any, layer_idx: int, shape: tuple[int, int, int, int], x: Tenso
 def _related(sizes: Sizes, args: Args) -> dict[str, int]:
     """kv_heads, and axes that are no others' equal."""
     name, width, head_dim = "mixture_of_attention", sizes["kv_heads*head_dim"], args["head_dim"]
+    if not isinstance(head_dim, int):
+        raise TypeError(f"{name}: head_dim is {head_dim!r} ({type(head_dim).__name__}), expected an integer")
     if head_dim < 1 or width % head_dim or not width:
         raise ops.ShapeError(f"{name}: q_weight has kv_heads*head_dim={width}, expected a multiple of head_dim={head_dim}")
     if sizes["2*kv_heads*head_dim"] != 2 * width:
