@@ -40,12 +40,13 @@ def mixture_of_attention(
     kv_heads*top_k, of which g*top_k + j is head g of q[j].
 
     cache: a KVCache, or a cache of transformers (update and get_seq_length), of keys and values of layer_idx; cos and sin are of
-    the new tokens, and the mask is of all keys.
+    the new tokens, and the mask is of all keys. A cache that drops keys has to keep those which the window sees.
 
     Queries are never sorted nor keys and values repeated: the first product puts heads that share keys in a row, which attention
     wants, and the last gathers them. Returns Mixed: out `batch seq hidden`, the router's logits `tokens experts`, weights and
     int32 indices `tokens top_k`; out, logits and weights have gradients. Raises TypeError, ShapeError or ValueError naming the
-    argument, before any launch, and leaves the cache as it was.
+    argument, before any launch, and leaves the cache as it was; but that a cache has dropped keys which the window sees is known,
+    and raises ValueError, only after its update.
     """
     given = {"x": x, "router_weight": router_weight, "q_weight": q_weight, "kv_weight": kv_weight, "o_weight": o_weight,
              "cos": cos, "sin": sin, "bias": bias, "residual": residual}  # fmt: skip
@@ -71,6 +72,10 @@ def mixture_of_attention(
         q, k = ops.rope(q, k, cos, sin, interleaved=interleaved)
     if cache is not None:  # of a fixed length it returns its empty slots too
         k, v = (t[:, :, : past + seq].transpose(1, 2) for t in cache.update(k.transpose(1, 2), v.transpose(1, 2), layer_idx))
+        left = None if window is None or window[0] == -1 else window[0]
+        needed = seq + (past if left is None else min(past, left))
+        if k.shape[1] < needed:
+            raise ValueError(f"mixture_of_attention: the cache returned {k.shape[1]} keys, {needed} are needed")
     attended = attention(q, k, v, **options)
     assert isinstance(attended, Tensor)
     out = ops.moe_linear(
@@ -93,6 +98,8 @@ def _past(cache: Any, layer_idx: int, shape: tuple[int, int, int, int], x: Tenso
 def _related(sizes: Sizes, args: Args) -> dict[str, int]:
     """kv_heads, and axes that are no others' equal."""
     name, width, head_dim = "mixture_of_attention", sizes["kv_heads*head_dim"], args["head_dim"]
+    if not isinstance(head_dim, int):
+        raise TypeError(f"{name}: head_dim is {head_dim!r} ({type(head_dim).__name__}), expected an integer")
     if head_dim < 1 or width % head_dim or not width:
         raise ops.ShapeError(f"{name}: q_weight has kv_heads*head_dim={width}, expected a multiple of head_dim={head_dim}")
     if sizes["2*kv_heads*head_dim"] != 2 * width:

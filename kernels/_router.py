@@ -14,6 +14,10 @@ from ._spec import DTYPES, ShapeError, accumulate_dtype
 
 SCORINGS = ("softmax", "sigmoid", "softmax_chosen")
 GROUP_SCORES = ("max", "top2")
+_KINDS = (
+    (("top_k", "groups", "topk_groups"), (int, torch.SymInt), "an integer"),
+    (("eps", "scale"), (int, float, torch.SymInt, torch.SymFloat), "a number"),
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,12 @@ class RouterSpec:
 
 
 def check_router(op: str, args: Mapping[str, Any], experts: int) -> None:
-    """Raises ValueError naming the number that does not fit `experts` or the others, ShapeError for experts no index takes."""
+    """Raises ValueError naming the number that does not fit `experts` or the others, TypeError for what is no number, ShapeError
+    for experts no index takes."""
+    for names, kinds, expected in _KINDS:
+        for name in names:
+            if not isinstance(args[name], kinds):
+                raise TypeError(f"{op}: {name} is {args[name]!r} ({type(args[name]).__name__}), expected {expected}")
     if not 1 <= experts <= MAX_EXPERTS:
         raise ShapeError(f"{op}: experts={experts}, expected 1 to {MAX_EXPERTS}")
     top_k, groups, topk_groups = args["top_k"], args["groups"], args["topk_groups"]

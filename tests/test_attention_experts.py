@@ -11,7 +11,7 @@ from einops import einsum
 from llama import relative_error
 from op_cases import recording
 from torch import Tensor, nn
-from transformers import DynamicCache, JetMoeConfig, StaticCache
+from transformers import DynamicCache, JetMoeConfig, MistralConfig, StaticCache
 from transformers.models.jetmoe.modeling_jetmoe import JetMoeAttention, JetMoeRotaryEmbedding
 
 import fusedblock
@@ -202,6 +202,24 @@ def test_a_prompt_and_single_tokens_are_the_whole(kind: str) -> None:
     assert relative_error(torch.cat(parts, 1), whole.out) < 1e-6
 
 
+@torch.no_grad()
+def test_a_cache_that_drops_keys() -> None:
+    """It is right where the window needs no others, and refused where it does: a sliding layer keeps the last three."""
+    words = {"hidden_size": HIDDEN, "num_attention_heads": KV_HEADS, "num_hidden_layers": 1}
+    config = MistralConfig(**words, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, sliding_window=4)
+    module, x = make().float(), inputs(torch.float32)
+    first, rest = x.split([SEQ - 3, 3], 1)
+    for window, keys in (((3, 0), 0), ((4, 0), 7), ((-1, 0), SEQ), (None, SEQ)):
+        cache = DynamicCache(config=config)
+        run_ours(module, first, cache=cache, window=window)
+        if keys:
+            with pytest.raises(ValueError, match=f"^mixture_of_attention: the cache returned 6 keys, {keys} are needed$"):
+                run_ours(module, rest, first=SEQ - 3, cache=cache, window=window)
+        else:
+            got = run_ours(module, rest, first=SEQ - 3, cache=cache, window=window).out
+            assert relative_error(got, run_ours(module, x, window=window).out[:, -3:]) < 1e-6
+
+
 # ---- errors --------------------------------------------------------------------------------------------------------------------
 
 ERRORS = [
@@ -220,6 +238,10 @@ ERRORS = [
     ({"sin": None}, ValueError, "cos is a tensor, but sin is None: both or neither"),
     ({"head_dim": 12}, ValueError, "head_dim=12, expected 16 to 256 in multiples of 8"),
     ({"top_k": 6}, ValueError, "top_k=6, expected 1 to experts=5"),
+    ({"top_k": "2"}, TypeError, "top_k is '2' (str), expected an integer"),
+    ({"top_k": 2.0}, TypeError, "top_k is 2.0 (float), expected an integer"),
+    ({"head_dim": "24"}, TypeError, "head_dim is '24' (str), expected an integer"),
+    ({"head_dim": 24.0}, TypeError, "head_dim is 24.0 (float), expected an integer"),
     ({"scoring": "relu"}, ValueError, "scoring='relu', expected one of softmax, sigmoid, softmax_chosen"),
     ({"cache": object()}, TypeError, "cache is a object without update"),
     ({"mask": torch.ones(2, 9, dtype=torch.bool)}, ValueError,

@@ -189,6 +189,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "negative": ({"hidden_size": -64}, "hidden_size=-64, expected a positive integer"),
     "eps": ({"rms_norm_eps": 0.0}, "rms_norm_eps=0.0, expected a positive number"),
     "index": ({"layer_idx": -1}, "layer_idx=-1, expected a layer's number"),
+    "no index": ({"layer_idx": "1"}, "layer_idx='1', expected a layer's number"),
+    "index of types": ({"model_type": "qwen2", "layer_types": ["full_attention"], "layer_idx": -1}, "layer_idx=-1, expected a"),
+    "no activation": ({"hidden_act": {"silu": 1}}, "hidden_act={'silu': 1}, expected a name"),
     "two thetas": ({"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}}, "rope_theta=5.0, but rope_parameters have .*6.0"),
     "two types": ({"rope_parameters": {"rope_type": "yarn", "type": "linear"}}, "rope_type='yarn' and type='linear'"),
     "no factor": ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters of rope_type='linear' lack factor"),
@@ -228,6 +231,15 @@ def test_what_cannot_be_is_refused_by_name(case: str) -> None:
     words, message = BAD[case]
     with pytest.raises(ValueError, match=message):
         BlockConfig(**{"model_type": "llama", **SIZES, **words})
+
+
+@pytest.mark.parametrize(("index", "layers", "message"), (
+    ("1", 2, "layer_idx='1', expected a layer's number"), (0, "2", "num_hidden_layers='2', expected an integer"),
+    (2, 2, "layer_idx=2, but num_hidden_layers=2"), (-1, 2, "layer_idx=-1, expected a layer's number"),
+))  # fmt: skip
+def test_the_index_of_a_layer_that_the_config_has_not(index: Any, layers: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"BlockConfig: {message}"):
+        BlockConfig.from_dict({"model_type": "llama", **SIZES, "num_hidden_layers": layers}, layer_idx=index)
 
 
 def test_an_unknown_word_is_refused() -> None:

@@ -236,6 +236,18 @@ def test_the_correction_of_the_choice_stays_fp32(tmp_path: Path) -> None:
         assert half(torch.zeros(1, 3, 64, dtype=torch.bfloat16)).dtype is torch.bfloat16
 
 
+def test_experts_of_another_dtype_are_refused_before_the_cache_is_filled() -> None:
+    """Also where the block has run already."""
+    block, x, cache = block_of(families.build("mixtral"), 1), torch.randn(1, 3, 64), KVCache()
+    block(x)
+    block.mlp.experts.half()
+    with pytest.raises(ValueError, match="FusedBlock: mixture: gate_up has dtype torch.float16, but x has torch.float32"):
+        block(x, cache=cache)
+    assert cache.get_seq_length(1) == 0
+    block.mlp.experts.float()
+    assert block(x, cache=cache).isfinite().all() and cache.get_seq_length(1) == 3
+
+
 @pytest.mark.parametrize("name", ("mixtral", "gpt_oss"))
 def test_files_of_a_block(name: str, tmp_path: Path) -> None:
     """Under the names that transformers writes its layer by; stacked, or under another family's, where that is asked for."""

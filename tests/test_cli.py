@@ -234,7 +234,9 @@ def test_explain_refuses(arguments, message):
     assert result.exit_code == 2 and message in result.stderr
 
 
-@pytest.mark.parametrize("arguments", [{"batch": 0}, {"context": -1}, {"seq": 0}, {"phase": "training"}])
+@pytest.mark.parametrize(
+    "arguments", [{"batch": 0}, {"context": -1}, {"seq": 0}, {"phase": "training"}, {"batch": "2"}, {"seq": 2.0}]
+)
 def test_explain_names_a_bad_argument(arguments):
     model = presets.on_meta(presets.config_of("llama-3.2-1b"))
     ((name, value),) = arguments.items()

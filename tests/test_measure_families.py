@@ -12,6 +12,7 @@ from llama import CACHE
 from torch import nn
 
 from fusedblock.metering import TrafficCounter, measure
+from fusedblock.metering.compare import default_baseline
 from fusedblock.metering.counter import Totals
 from fusedblock.metering.workload import decoder_layers, groups, layer_of_config
 
@@ -86,9 +87,17 @@ def test_an_encoder_has_no_cache(name: str, phase: str, seq: int) -> None:
         measure(families.build(name), batch=1, seq=seq, phase=phase, context=16)
 
 
-def test_sdpa_has_no_softcap_to_measure() -> None:
-    with pytest.raises(ValueError, match="no softcap, Gemma2DecoderLayer has softcap=2.0; use baseline='eager'"):
-        measure(families.build("gemma2"), batch=1, seq=4)
+@pytest.mark.parametrize(("name", "lacks"), (
+    ("gemma2", "softcap, Gemma2DecoderLayer has softcap=2.0"), ("gpt_oss", "sinks, GptOssDecoderLayer has self_attn.sinks"),
+))  # fmt: skip
+def test_what_sdpa_lacks_is_not_measured_under_it(name: str, lacks: str) -> None:
+    model = families.config(name)
+    with pytest.raises(ValueError, match=f"measure: baseline='sdpa' has no {lacks}; use baseline='eager'"):
+        measure(model, batch=1, seq=4)
+    assert default_baseline(model) == ("eager", f"sdpa has no {lacks}")
+    report = measure(model, batch=1, seq=4, phase="train" if name == "gpt_oss" else "prefill", baseline="eager")
+    assert report.after.label == "fused"
+    assert any(f"under 'sdpa' calls fall back, for its {lacks.partition(',')[0]}" in note for note in report.notes)
 
 
 def test_outside_counts_the_last_norm_whatever_its_name() -> None:

@@ -159,7 +159,7 @@ def test_the_expectation_is_the_truth_where_every_expert_is_chosen(phase: str) -
 @pytest.mark.parametrize("family", ("gpt_oss", "olmoe", "qwen2_moe", "qwen3_moe", "glm4_moe"))
 @pytest.mark.parametrize("how", ("eager", "grouped_mm"))
 def test_every_family(family: str, how: str) -> None:
-    ours = measure(config(family, how), batch=1, seq=8)
+    ours = measure(config(family, how), batch=1, seq=8, baseline="eager" if family == "gpt_oss" else "sdpa")  # its sinks
     assert ours.after.label == "fused" and {"fusedblock.moe_gate_up", "fusedblock.moe_down"} <= rows(ours.after).keys()
     assert 1 < ours.after.total("layers").flops / ours.before.total("layers").flops < 1.04
 

@@ -83,9 +83,12 @@ def test_which_blocks() -> None:
         fusedblock.fuse(model, strict=True)
     with pytest.raises(ValueError, match="layers has 0, but the layers of DeepseekV3ForCausalLM are 1-2"):
         fusedblock.fuse(model, layers=[0])
+    with pytest.raises(ValueError, match=f"1 of 5 layers and blocks of experts cannot be fused\n  model.layers.2: {WAITS}$"):
+        fusedblock.fuse(model, strict=True, layers=[2])  # of those selected
     assert not any(isinstance(m, FusedMixture) for m in model.modules())
     report = fusedblock.fuse(model, layers=[2])
     assert [(r.index, r.status, r.reason) for r in report.blocks] == [(1, "skipped", "not in layers"), (2, "fused", "")]
+    assert [r.status for r in report.layers] == ["skipped", "skipped", "fallback"]
     assert fusedblock.unfuse(model) == 1 and list(model.state_dict()) == names
     block: Any = model.model.layers[1].mlp
     alone = fusedblock.fuse(block, strict=True)

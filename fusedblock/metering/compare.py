@@ -37,8 +37,8 @@ from .workload import (
     on,
     outside_parts,
     require_cache,
-    require_softcap,
-    softcap_of,
+    require_whole,
+    sdpa_lacks,
     without_memory,
     workload,
 )
@@ -65,9 +65,9 @@ def measure(
     phase: "prefill": forward, no cache unless context says so. "decode": forward of seq new tokens (1 as a rule) on a
         DynamicCache. "train": forward and backward.
     context: keys that a token may attend to, itself included; decode needs it, prefill and train have seq.
-    baseline: the attention of the layer before: "eager" or "sdpa". After, the layer is called as under
-        "fusedblock"; a layer whose calls would fall back has the same numbers after as before, and a note says why. A layer
-        of which the experts alone are fused keeps the attention from before.
+    baseline: the attention of the layer before: "eager" or "sdpa", which is refused for a layer with a softcap or sinks. After,
+        the layer is called as under "fusedblock"; a layer whose calls would fall back has the same numbers after as before, and a
+        note says why. A layer of which the experts alone are fused keeps the attention from before.
     device: where to time; a CPU only counts, for the kernels that an H200 would run. None: where the model's weights are; for
         a config or a model on meta the GPU if there is one.
 
@@ -79,7 +79,7 @@ def measure(
     subject, source = _source(model)
     layers = decoder_layers(source)
     require_cache(work, layers)
-    require_softcap(baseline, layers)
+    require_whole(baseline, layers)
     where = _device(layers[0], device)
     dtype = next(layers[0].parameters()).dtype
 
@@ -143,8 +143,8 @@ def measure(
 
 def default_baseline(model: Any) -> tuple[str, str]:
     """("sdpa", "") for what measure takes; or "eager" where sdpa lacks something of it, and what."""
-    has = softcap_of(decoder_layers(_source(model)[1]))
-    return ("eager", f"sdpa has no softcap, {has}") if has else ("sdpa", "")
+    lacks, has = sdpa_lacks(decoder_layers(_source(model)[1]))
+    return ("eager", f"sdpa has no {lacks}, {has}") if lacks else ("sdpa", "")
 
 
 def _source(model: Any) -> tuple[str, nn.Module]:
@@ -211,7 +211,8 @@ def _count_layer(
         return before, after, baseline, _EXPERTS
     if plain.arguments.get("attention_mask") is not None:
         note = "after: called as under attn_implementation='fusedblock', which needs no mask in memory without padding"
-        falls = "; under 'sdpa' calls fall back, for its softcap" if softcap_of([layer]) else ""
+        lacks, _ = sdpa_lacks([layer])
+        falls = f"; under 'sdpa' calls fall back, for its {lacks}" if lacks else ""
         notes.append(f"{note}; set it, fuse alone does not{falls}")
     return before, after, OURS, _WHOLE
 

@@ -74,19 +74,23 @@ def require_cache(work: Workload, layers: Iterable[nn.Module]) -> None:
         _require_cache("measure", work.phase, work.seq, work.context, layer, _attention(layer))
 
 
-def softcap_of(layers: Iterable[nn.Module]) -> str:
-    """A layer with a softcap, which sdpa lacks: transformers refuses it there, or drops it silently. Or ""."""
+def sdpa_lacks(layers: Iterable[nn.Module]) -> tuple[str, str]:
+    """What of a layer's attention sdpa lacks, and which layer has it: transformers refuses it there, or drops it silently. Or two
+    empty strings."""
     for layer in layers:
-        path = _spec(layer).softcap
-        if path and (softcap := attrgetter(path)(layer)):
-            return f"{type(layer).__name__} has softcap={softcap}"
-    return ""
+        spec, name = _spec(layer), type(layer).__name__
+        if spec.softcap and (softcap := attrgetter(spec.softcap)(layer)):
+            return "softcap", f"{name} has softcap={softcap}"
+        if spec.sinks:
+            return "sinks", f"{name} has {spec.sinks}"
+    return "", ""
 
 
-def require_softcap(baseline: str, layers: Iterable[nn.Module]) -> None:
-    """Raises ValueError if the attention before lacks the softcap of a layer."""
-    if baseline == "sdpa" and (has := softcap_of(layers)):
-        raise ValueError(f"measure: baseline='sdpa' has no softcap, {has}; use baseline='eager'")
+def require_whole(baseline: str, layers: Iterable[nn.Module]) -> None:
+    """Raises ValueError if the attention before lacks something of a layer's."""
+    lacks, has = sdpa_lacks(layers) if baseline == "sdpa" else ("", "")
+    if lacks:
+        raise ValueError(f"measure: baseline='sdpa' has no {lacks}, {has}; use baseline='eager'")
 
 
 def _known(cls: type) -> type | None:

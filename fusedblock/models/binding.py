@@ -373,6 +373,8 @@ def bind_sparse(layer: nn.Module, spec: LayerSpec | MixtureSpec, sparse: Sparse,
 
     def put(name: str, holder: dict[str, Any], leaf: str, path: str) -> None:
         slots[name] = (holder, leaf, _plain(holder.get(leaf), f"{path}.{leaf}"))
+        for laid in ("shape", "dtype"):  # `.data =` and module.to() change them under the parameter
+            fact(f"{path}.{leaf}.{laid}")
 
     def activation(path: str) -> str:
         children.append(child_of(layer, path, ""))
@@ -405,7 +407,7 @@ def bind_sparse(layer: nn.Module, spec: LayerSpec | MixtureSpec, sparse: Sparse,
     weights = MoeWeights(**{name: slot[2] for name, slot in slots.items() if name in MoeWeights._fields})  # type: ignore[arg-type]
     try:
         check_mixture(found, weights, weights.router.new_empty(0, hidden))
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise Unfit(str(error)) from None
     kept = None if torch.compiler.is_compiling() else fixed_mixture(found, weights)
     return Mixture(found, weights, router, kept), [*slots.values()]

@@ -27,6 +27,7 @@ ROPE_KEYS = {
 _ROPE_REQUIRED = {**ROPE_KEYS, "yarn": ("factor", "original_max_position_embeddings")}
 _KINDS = {"bool | None": (bool, "true or false"), "int | None": (numbers.Integral, "an integer"),
           "float | None": (numbers.Real, "a finite number"), "Mapping[str, Any] | None": (Mapping, "a dictionary"),
+          "str | None": (str, "a name"),
           **dict.fromkeys(("tuple[int, ...] | None", "tuple[str, ...] | None"), ((list, tuple), "a list"))}  # fmt: skip
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _THETAS = dict(zip(_LAYER_TYPES, ("rope_theta", "rope_local_base_freq")))
@@ -38,6 +39,11 @@ def _of_kind(name: str, value: Any, kind: Any, expected: str) -> None:
     right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
     if not right or (kind is numbers.Real and not math.isfinite(value)):
         raise ValueError(f"BlockConfig: {name}={value!r}, expected {expected}")
+
+
+def _check_index(layer_idx: Any) -> None:
+    if not isinstance(layer_idx, int) or isinstance(layer_idx, bool) or layer_idx < 0:
+        raise ValueError(f"BlockConfig: layer_idx={layer_idx!r}, expected a layer's number, from 0 on")
 
 
 def _unknown(model_type: Any) -> ValueError:
@@ -162,6 +168,7 @@ class BlockConfig:
         spec = table.FAMILIES.get(self.model_type) if isinstance(self.model_type, str) else None
         if spec is None:
             raise _unknown(self.model_type)
+        _check_index(self.layer_idx)
         words = spec.config_words
         for name, kind in ((f.name, f.type) for f in fields(self)):
             value = getattr(self, name)
@@ -185,7 +192,7 @@ class BlockConfig:
         self._heads(words)
         for name in ("layer_types", "no_rope_layers"):
             listed = getattr(self, name)
-            if listed is not None and not 0 <= self.layer_idx < len(listed):
+            if listed is not None and self.layer_idx >= len(listed):
                 raise ValueError(f"BlockConfig: layer_idx={self.layer_idx}, but {name} has {len(listed)} entries")
         if spec.period:
             self._positive("sliding_window_pattern")
@@ -198,8 +205,6 @@ class BlockConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"BlockConfig: {name}={value!r}, expected a positive number")
-        if not isinstance(self.layer_idx, int) or self.layer_idx < 0:
-            raise ValueError(f"BlockConfig: layer_idx={self.layer_idx!r}, expected a layer's number, from 0 on")
         if self._sliding:
             self._positive("sliding_window")
         if spec.sparse:
@@ -424,6 +429,9 @@ class BlockConfig:
                 raise ValueError(f"BlockConfig: {name}={value!r}, but {origin[word]}={values[word]!r}")
             values[word], origin[word] = value, name
         layers = values.pop("num_hidden_layers", None)
+        _check_index(layer_idx)
+        if layers is not None:
+            _of_kind("num_hidden_layers", layers, numbers.Integral, "an integer")
         if layers is not None and layer_idx >= layers:
             raise ValueError(f"BlockConfig: layer_idx={layer_idx}, but num_hidden_layers={layers}")
         missing = [n for n in ("hidden_size", "intermediate_size", "num_attention_heads") if values.get(n) is None]

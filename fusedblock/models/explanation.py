@@ -44,8 +44,8 @@ def workloads(phase: str | None, batch: int, seq: int | None, context: int) -> l
     if phase is not None and phase not in PHASES:
         raise ValueError(f"explain: phase is {phase!r}, expected one of {', '.join(PHASES)}, or None for all")
     for name, value in (("batch", batch), ("seq", seq), ("context", context)):
-        if value is not None and value < 1:
-            raise ValueError(f"explain: {name} is {value}, expected at least 1")
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ValueError(f"explain: {name} is {value!r}, expected a positive integer")
     made = []
     for name in (phase,) if phase else PHASES:
         tokens = seq or (1 if name == "decode" else context)

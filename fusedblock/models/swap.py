@@ -304,7 +304,7 @@ def fuse(model: nn.Module, *, strict: bool = False, layers: Iterable[int] | None
         if entry.spec is not None and isinstance(entry.layer, _Fused):
             record = entry.record("already fused", falls_back(entry.layer, entry.spec))
             record = replace(record, calls=entry.layer.__dict__[STATE].calls)
-        elif entry.spec is not None and entry.index not in wanted:
+        elif layers is not None and entry.index not in wanted:
             record = entry.record("skipped", "not in layers")
         elif why := refusal(entry.layer, entry.spec):
             record = entry.record("fallback", why)
