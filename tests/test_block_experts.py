@@ -16,9 +16,8 @@ import torch
 from llama import relative_error
 from op_cases import recording
 from safetensors.torch import load_file
-from test_block_module import SEQ, block_of, layers, recorded
+from test_block_module import SEQ, Operators, block_of, layers, recorded
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import fusedblock
@@ -98,18 +97,11 @@ def test_autocast(name: str) -> None:
 @pytest.mark.parametrize("name", ("mixtral", "gpt_oss", "glm4_moe"))
 def test_serving_is_two_operators_on_our_kernels(name: str) -> None:
     """Without gradients: attention with its norms, and the mixture. qwen2_moe's gated shared expert is more."""
-    ops: list[str] = []
-
-    class Listing(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            ops.append(str(func))
-            return func(*args, **(kwargs or {}))
-
     _, block, x, _ = second(name)
     x = x[:, :2]
     with torch.no_grad():
         want = block(x)
-        with Listing():
+        with Operators() as ops:
             block(x)
         with recording("sm_90") as launches:
             got = block(x)

@@ -136,21 +136,22 @@ def test_gradients_are_those_of_the_layer(name: str) -> None:
     assert relative_error(inputs[1].grad, inputs[0].grad) < 1e-5
 
 
+class Operators(TorchDispatchMode, list[str]):
+    """The operators that were dispatched while it was open."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("name", SOME)
 def test_serving_is_one_operator_on_our_kernels(name: str) -> None:
     """Without gradients: one registered op, and in it the kernels, which agree with plain torch."""
-    ops: list[str] = []
-
-    class Listing(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            ops.append(str(func))
-            return func(*args, **(kwargs or {}))
-
     block = block_of(families.build(name), 0)
     x = torch.randn(2, SEQ, 64)
     with torch.no_grad():
         want = block(x)
-        with Listing():
+        with Operators() as ops:
             block(x)
         with recording("sm_90") as launches:
             got = block(x)
