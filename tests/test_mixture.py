@@ -92,9 +92,17 @@ def inputs(dtype: torch.dtype, seq: int) -> Tensor:
     return x.to(torch.bfloat16).to(dtype)
 
 
+def in_dtype(block: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy; a router that `check` made wide is in fp32 at least."""
+    made = copy.deepcopy(block).to(dtype)
+    if getattr(block, "wide", False) and dtype.itemsize < 4:
+        made.gate.weight.data = block.gate.weight.data.float()
+    return made
+
+
 def outcome(run: Any, family: str, block: nn.Module, dtype: torch.dtype, seq: int, keep: Tensor) -> dict[str, Tensor]:
     """out without gradients and with them, and the gradients of a combination of the out of `keep`, by parameter."""
-    block, x = copy.deepcopy(block).to(dtype), inputs(dtype, seq)
+    block, x = in_dtype(block, dtype), inputs(dtype, seq)
     with torch.no_grad():
         inference = run(family, block, x.clone()).out
     leaves = {"x": x.requires_grad_(), **dict(block.named_parameters())}
@@ -104,11 +112,17 @@ def outcome(run: Any, family: str, block: nn.Module, dtype: torch.dtype, seq: in
     return {"inference": inference[keep], "out": out[keep].detach(), **dict(zip(leaves, grads))}
 
 
-def check(family: str, dtype: torch.dtype, seq: int, kernels: bool = False) -> None:
+def check(family: str, dtype: torch.dtype, seq: int, kernels: bool = False, wide: bool = False) -> None:
     block = make(family)
+    if wide:  # with bits that only fp32 has
+        noise = torch.randn(block.gate.weight.shape, generator=torch.Generator().manual_seed(8))
+        block.gate.weight.data, block.wide = (block.gate.weight + 0.01 * noise).float().double(), True
+        (want,), (got,) = ([run(family, in_dtype(block, d), inputs(d, seq)).logits for d in kinds] for run, kinds in (
+            (run_theirs, (torch.float64,)), (run_ours, (dtype,))))  # fmt: skip
+        assert got.dtype is torch.float32 and relative_error(got, want) < 1e-5
 
     def chosen(run: Any, dtype: torch.dtype) -> Tensor:
-        return run(family, copy.deepcopy(block).to(dtype), inputs(dtype, seq)).indices.view(2, seq, 2)
+        return run(family, in_dtype(block, dtype), inputs(dtype, seq)).indices.view(2, seq, 2)
 
     # Tokens that theirs routes in this dtype as it does in float64: there ours must too.
     right = chosen(run_theirs, torch.float64)
@@ -135,6 +149,26 @@ def check(family: str, dtype: torch.dtype, seq: int, kernels: bool = False) -> N
 @pytest.mark.parametrize("family", BLOCKS)
 def test_mixture_equals_transformers(family: str, dtype: torch.dtype) -> None:
     check(family, dtype, 9)
+
+
+@pytest.mark.parametrize("kernels", (False, True))
+@pytest.mark.parametrize("family", ("deepseek_v3", "glm4_moe"))
+def test_a_router_in_fp32_beside_bf16(family: str, kernels: bool) -> None:
+    """As transformers, from 5.24 on, loads them."""
+    check(family, torch.bfloat16, 9, kernels, wide=True)
+
+
+def test_a_router_in_another_dtype_than_it_may_have() -> None:
+    """Whose logits are rounded, or in 16 bits: a layer with it is transformers' own."""
+    or_fp32 = ", expected the same or torch.float32$"
+    for family, router, rest, said in (("mixtral", torch.float32, torch.bfloat16, "but x has torch.bfloat16$"),
+                                       ("glm4_moe", torch.bfloat16, torch.float32, or_fp32),
+                                       ("glm4_moe", torch.float16, torch.bfloat16, or_fp32)):  # fmt: skip
+        block = make(family).to(rest)
+        block.gate.weight.data = block.gate.weight.data.to(router)
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=f"^mixture: router has dtype {router}.*{said}"):
+                mixture(*read(family, block), inputs(rest, 3))
 
 
 def _by_kernels() -> list[object]:

@@ -146,6 +146,26 @@ def test_the_plan_is_what_a_layer_launches(name: str, tokens: int) -> None:
     assert {"moe_route", "moe_experts"} <= {step.op for step in planned.launches}
 
 
+@pytest.mark.parametrize("seq", (5, 70))
+def test_a_router_in_fp32_beside_bf16(seq: int) -> None:
+    """As transformers, from 5.24 on, loads GLM-4 MoE: it is fused, and the plan says that its rows are converted."""
+    original = families.build("glm4_moe", "eager").bfloat16()
+    models = original, families.twin(original, torch.float64), families.twin(original, torch.bfloat16)
+    for model in (original, models[2]):
+        for layer in model.model.layers[1:]:
+            layer.mlp.gate.weight.data = layer.mlp.gate.weight.data.float()
+    report = fusedblock.fuse(models[2], strict=True)
+    ids = torch.randint(3, 90, (1, seq), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), recording("sm_90") as launches:
+        plain, want, got = (model(ids, use_cache=False).logits for model in models)
+        explanation = fusedblock.explain(models[2], phase="prefill", seq=seq, context=seq)
+    assert not report.fallbacks and report.fused_calls == len(original.model.layers)
+    assert relative_error(got, want) <= 1.5 * relative_error(plain, want)
+    steps = [step for layer in explanation.layers for step in layer.plans[0][1].launches]
+    assert len(launches) == sum(step.kernels for step in steps if step.engine != "torch")
+    assert "router's rows" in {step.role for step in steps}
+
+
 @pytest.mark.parametrize("experts", (8, 128))
 @pytest.mark.parametrize(("tokens", "most"), ((1, 4), (64, 4), (512, 6), (4096, 6)))
 def test_launches_of_the_mixture(tokens: int, most: int, experts: int) -> None:

@@ -243,7 +243,7 @@ def rows_refusal(x: Tensor, compute: torch.dtype | None) -> str | None:
 
 def experts_refusal(mixture: Mixture, x: Tensor) -> str | None:
     """Why the mixture does not take rows like x, or None."""
-    weight = mixture.weights.router
+    weight = mixture.weights.gate_up
     if weight.dtype is not x.dtype:
         return f"a weight of the experts is {weight.dtype}, hidden_states is {x.dtype}"
     return None if weight.device == x.device else f"a weight of the experts is on {weight.device}, hidden_states is on {x.device}"

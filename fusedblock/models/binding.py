@@ -323,7 +323,8 @@ def _bind(layer: nn.Module, spec: LayerSpec) -> Binding:
     if sparse:
         mixture, places_of = bind_sparse(layer, spec, sparse, numbers["hidden"], fact, children, activations)
         shared = "" if not sparse.shared else "gated" if sparse.shared_gate else "plain"
-        numbers |= {"experts": mixture.weights.router.shape[0], "top_k": mixture.spec.router.top_k, "shared": shared}
+        numbers |= {"experts": mixture.weights.router.shape[0], "top_k": mixture.spec.router.top_k, "shared": shared,
+                    "wide_router": mixture.weights.router.dtype is not mixture.weights.gate_up.dtype}  # fmt: skip
     block = BlockSpec(
         **numbers, **options, scale=float(scale), eps=float(eps),
         activation="" if sparse else activations[0][1], branch_scale=float(fact(spec.branch_scale)) if spec.branch_scale else 1.0,
@@ -406,7 +407,7 @@ def bind_sparse(layer: nn.Module, spec: LayerSpec | MixtureSpec, sparse: Sparse,
         found = replace(found, shared_activation=activation(f"{sparse.shared}.act_fn"))
     weights = MoeWeights(**{name: slot[2] for name, slot in slots.items() if name in MoeWeights._fields})  # type: ignore[arg-type]
     try:
-        check_mixture(found, weights, weights.router.new_empty(0, hidden))
+        check_mixture(found, weights, weights.gate_up.new_empty(0, hidden))
     except (TypeError, ValueError) as error:
         raise Unfit(str(error)) from None
     kept = None if torch.compiler.is_compiling() else fixed_mixture(found, weights)

@@ -78,7 +78,8 @@ class FusedBlock(nn.Module):
         block = cls(config, device="meta")
         ours = bind(block, entry(config))
         assert isinstance(ours, Binding)
-        facts = {name: (getattr(theirs.spec, name), getattr(ours.spec, name)) for name in vars(ours.spec)}
+        numerics = [name for name in vars(ours.spec) if name != "wide_router"]  # which is the parameters', not the config's
+        facts = {name: (getattr(theirs.spec, name), getattr(ours.spec, name)) for name in numerics}
         if ours.mixture is not None and theirs.mixture is not None:
             said = vars(ours.mixture.spec)
             facts |= {f"the experts' {name}": (getattr(theirs.mixture.spec, name), value) for name, value in said.items()}

@@ -168,7 +168,8 @@ def _plans(bound: Binding, asked: list[Workload], target: Any) -> Iterator[tuple
 
 def _block_plans(bound: BlockBinding, asked: list[Workload], target: Any) -> Iterator[tuple[str, blocks.Plan]]:
     spec, weights = bound.mixture.spec, bound.mixture.weights
-    dtype, shared = weights.router.dtype, "plain" if weights.shared_gate is not None else ""
+    dtype, shared = weights.gate_up.dtype, "plain" if weights.shared_gate is not None else ""
     for w in asked:
         yield f"{w}, {str(dtype).removeprefix('torch.')}", blocks.plan_mixture(
-            weights.router.shape[0], spec.router.top_k, shared, tokens=w.batch * w.seq, dtype=dtype, target=target)  # fmt: skip
+            weights.router.shape[0], spec.router.top_k, shared, weights.router.dtype is not dtype, tokens=w.batch * w.seq,
+            dtype=dtype, target=target)  # fmt: skip

@@ -32,7 +32,7 @@ class Mixture:
     def mixed(self, y: Tensor, residual: Tensor | None = None) -> Mixed:
         """Likewise, and what the router says."""
         weights, kept = self.weights, self.kept
-        if weights.router.dtype is not y.dtype:  # autocast, under which transformers' products are of y's dtype as well
+        if weights.gate_up.dtype is not y.dtype:  # autocast, under which transformers' products are of y's dtype as well
             kept, weights = None, _cast(weights, y.dtype)
         add = residual if residual is not None and residual.dtype is y.dtype else None
         mixed = blocks.mixture(self.spec, weights, y, residual=add, kept=kept)
