@@ -39,7 +39,7 @@ def assert_words_are_those_of_transformers(family: str) -> None:
     ours = BlockConfig.from_dict(
         {"model_type": family, "hidden_size": theirs.hidden_size, "num_attention_heads": theirs.num_attention_heads,
          "intermediate_size": getattr(theirs, "intermediate_size", None),
-         **({"head_dim": width} if rest and "head_dim" not in FAMILIES[family].words else {})}  # of GLM-4 MoE's defaults
+         **({"head_dim": width} if rest and not FAMILIES[family].words.get("head_dim") else {})}  # of GLM-4 MoE's defaults
     )  # fmt: skip
     other_names = {word: name for name, word in FAMILIES[family].aliases.items()}
     checked = 0

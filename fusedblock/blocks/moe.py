@@ -209,6 +209,11 @@ def _as_rows(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 1 else x[None]
 
 
+def like_rows(spec: MoeSpec, w: MoeWeights) -> Tensor:
+    """The weight whose dtype a mixture's rows have: the router, but where it is in fp32 beside 16 bits and may be."""
+    return w.gate_up if w.gate_up.dtype.itemsize == 2 and not spec.router.round_logits else w.router
+
+
 def check_mixture(spec: MoeSpec, w: MoeWeights, x: Tensor) -> None:
     """Raises, before any of the operators runs, what each of them would about its own arguments, x `... hidden`."""
     if x.dim() < 1:

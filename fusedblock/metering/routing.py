@@ -91,7 +91,7 @@ class _Loop(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = args[0] if args else None
         if isinstance(given, FakeTensor):
-            if func is aten.nonzero.default and tuple(given.shape) == (self.routing.experts,):
+            if func is aten.nonzero.default and given.shape in ((self.routing.experts,), (self.routing.experts + 1,)):
                 hit = min(max(round(self.routing.touched), 1), self.routing.rows)
                 self.begun = True
                 each, more = divmod(self.routing.rows, hit)

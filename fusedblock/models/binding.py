@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..blocks import BlockSpec, BlockWeights, MoeSpec, MoeWeights, check_mixture, fixed, fixed_mixture
+from ..blocks import BlockSpec, BlockWeights, MoeSpec, MoeWeights, check_mixture, fixed, fixed_mixture, like_rows
 from ..ops import Fixed
 from .experts import COMPUTING, read_gate
 from .routers import ROUTERS
@@ -407,7 +407,7 @@ def bind_sparse(layer: nn.Module, spec: LayerSpec | MixtureSpec, sparse: Sparse,
         found = replace(found, shared_activation=activation(f"{sparse.shared}.act_fn"))
     weights = MoeWeights(**{name: slot[2] for name, slot in slots.items() if name in MoeWeights._fields})  # type: ignore[arg-type]
     try:
-        check_mixture(found, weights, weights.gate_up.new_empty(0, hidden))
+        check_mixture(found, weights, like_rows(found, weights).new_empty(0, hidden))
     except (TypeError, ValueError) as error:
         raise Unfit(str(error)) from None
     kept = None if torch.compiler.is_compiling() else fixed_mixture(found, weights)
