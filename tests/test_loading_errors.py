@@ -158,6 +158,8 @@ class Extra(nn.Linear):
 def test_targets_and_sources_that_cannot_be(tmp_path: Path) -> None:
     file = tmp_path / "m.safetensors"
     save_file({"weight": torch.ones(2, 2), "bias": torch.ones(2)}, file)
+    with pytest.raises(TypeError, match="dtype='bf16' is a str, expected a torch.dtype"):
+        load_safetensors(nn.Linear(2, 2), file, dtype="bf16")
     with pytest.raises(TypeError, match="'_extra_state' of the target is no tensor but dict"):
         load_safetensors(Extra(2, 2), file)
     with pytest.raises(TypeError, match="'_extra_state' is no tensor but dict"):

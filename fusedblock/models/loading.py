@@ -114,8 +114,10 @@ def load_safetensors(
         CheckpointError: a damaged checkpoint; missing, unexpected or contradicting keys; a shape or dtype that differs from the
             target's; no or several prefixes that fit. Names file, key and both values. It is a ValueError.
         ValueError: ``dtype`` or ``device`` contradict the target, or a buffer would stay on meta.
-        TypeError: the target holds sharded, quantised or other tensors of a class of their own.
+        TypeError: ``dtype`` is none; the target holds sharded, quantised or other tensors of a class of their own.
     """
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype={dtype!r} is a {type(dtype).__name__}, expected a torch.dtype")
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype={dtype}: weights can only be converted to a floating-point dtype")
     target = _unwrapped(target)
