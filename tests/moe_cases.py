@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 from formulas import Args
 from torch import Tensor
 
 from fusedblock.kernels._moe import CLAMPED, choose_tile_rows, max_tiles
 from fusedblock.kernels._target import TARGETS
+
+# dtype and target of a kernel's values
+RUNS = [(torch.float32, "sm_90"), (torch.bfloat16, "sm_90")]
+RUNS += [pytest.param(*run, marks=pytest.mark.slow) for run in ((torch.float16, "sm_90"), (torch.bfloat16, "sm_80"))]
 
 
 def _randn(*shape: int, dtype: torch.dtype, generator: torch.Generator, scale: float = 1.0) -> Tensor:

@@ -117,8 +117,8 @@ def check(family: str, dtype: torch.dtype, seq: int, kernels: bool = False, wide
     if wide:  # with bits that only fp32 has
         noise = torch.randn(block.gate.weight.shape, generator=torch.Generator().manual_seed(8))
         block.gate.weight.data, block.wide = (block.gate.weight + 0.01 * noise).float().double(), True
-        (want,), (got,) = ([run(family, in_dtype(block, d), inputs(d, seq)).logits for d in kinds] for run, kinds in (
-            (run_theirs, (torch.float64,)), (run_ours, (dtype,))))  # fmt: skip
+        want = run_theirs(family, block, inputs(torch.float64, seq)).logits
+        got = run_ours(family, in_dtype(block, dtype), inputs(dtype, seq)).logits
         assert got.dtype is torch.float32 and relative_error(got, want) < 1e-5
 
     def chosen(run: Any, dtype: torch.dtype) -> Tensor:
@@ -382,6 +382,7 @@ _MISFITS: list[tuple[dict[str, Any], str]] = [
     ({"router": torch.zeros(9, 32)}, rf"router {_OF} has experts=9, but experts=8"),
     ({"router_bias": torch.zeros(9), "bias": True}, r"router_bias \(experts\) has experts=9, but experts=8"),
     ({"gate_up": None}, "gate_up is None, expected a tensor"),
+    ({"router": None}, "router is None, expected a tensor"),
     ({"gate_up": torch.zeros(8, 47, 32)}, r"down has ffn=24, but gate_up has 2\*ffn=47"),
     ({"down": torch.zeros(8, 32, 25)}, r"down has ffn=25, but gate_up has 2\*ffn=48"),
     ({"down": torch.zeros(8, 31, 24)}, r"down \(experts hidden ffn\) has hidden=31, but hidden=32"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from moe_cases import GPT_OSS, Experts, make_index
+from moe_cases import GPT_OSS, RUNS, Experts, make_index
 from op_cases import (
     FEW_SMS,
     Case,
@@ -32,8 +32,6 @@ from fusedblock.kernels._target import TARGETS
 from fusedblock.ops import COSTS, OPS
 
 BF16 = torch.bfloat16
-RUNS = [(torch.float32, "sm_90"), (BF16, "sm_90")]
-RUNS += [pytest.param(*run, marks=pytest.mark.slow) for run in ((torch.float16, "sm_90"), (BF16, "sm_80"))]
 OP = "moe_experts"
 
 

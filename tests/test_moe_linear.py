@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from moe_cases import Projections, make_index
+from moe_cases import RUNS, Projections, make_index
 from op_cases import (
     FEW_SMS,
     Case,
@@ -30,8 +30,6 @@ from fusedblock.ops import COSTS, OPS
 
 BF16 = torch.bfloat16
 OP = "moe_linear"
-RUNS = [(torch.float32, "sm_90"), (BF16, "sm_90")]
-RUNS += [pytest.param(*run, marks=pytest.mark.slow) for run in ((torch.float16, "sm_90"), (BF16, "sm_80"))]
 SUM = {"sums": True, "given": "bias out_bias residual"}
 
 

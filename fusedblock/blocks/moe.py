@@ -68,17 +68,18 @@ class Mixed(NamedTuple):
     indices: Tensor
 
 
-def _apart(w: MoeWeights, x: Tensor) -> bool:
-    """Whether the router is of another dtype than the rest: transformers, from 5.24 on, keeps those of GLM-4 MoE and DeepSeek-V3
-    in fp32. Its rows are then converted, which no launch of ours does, and nothing is replayed."""
-    return w.router.dtype is not x.dtype
+def wide_router(w: MoeWeights) -> bool:
+    """Whether the router is of another dtype than the experts: transformers, from 5.24 on, keeps those of GLM-4 MoE and
+    DeepSeek-V3 in fp32. Its rows are then converted, which no launch of ours does, and nothing is replayed."""
+    router, experts = (getattr(t, "dtype", None) for t in (w.router, w.gate_up))  # check_mixture names one that is missing
+    return router is not experts
 
 
 def _routed(call: Call, spec: MoeSpec, w: MoeWeights, x: Tensor, residual: Tensor | None, training: bool) -> Mixed:
     """x `tokens hidden` through its experts, and the residual."""
     tokens, experts = x.shape[0], w.gate_up.shape[0]
     tile_rows = ops.choose_tile_rows(tokens, spec.router.top_k, experts, x.dtype.itemsize, target_of(x.device))
-    rows = x.to(w.router.dtype) if _apart(w, x) else x
+    rows = x.to(w.router.dtype) if wide_router(w) else x
     weights, indices, logits, *index = call(
         "moe_route", rows, w.router, w.router_bias, w.router_correction, *spec.router.numbers(rows.dtype), tile_rows
     )
@@ -156,22 +157,22 @@ def mixture(
     if not isinstance(x, Tensor):
         raise TypeError(f"mixture: x is {type(x).__name__}, expected a tensor")
     training = ops.wants_grad(x, residual, *weights)
-    apart = training or _apart(weights, x)
-    if apart or weights.shared_router is not None or x.dim() < 1:  # else the registered op does
+    by_steps = training or wide_router(weights)
+    if by_steps or weights.shared_router is not None or x.dim() < 1:  # else the registered op does
         check_mixture(spec, weights, x)
     rows = _as_rows(x)
     if residual is not None and (residual.shape, residual.dtype, residual.device) != (x.shape, x.dtype, x.device):
         like = f"{tuple(residual.shape)} {residual.dtype} on {residual.device}"
         raise ops.ShapeError(f"mixture: residual is {like}, expected x's {tuple(x.shape)} {x.dtype} on {x.device}")
     add = None if residual is None else residual.reshape(rows.shape)
-    if apart:
+    if by_steps:
         mixed = _routed(ops.dispatched, spec, weights, rows, add, training)
     elif torch.compiler.is_compiling():
         mixed = Mixed(*_mixture.op(rows, add, *_inside(weights), *_numbers(spec)))
     else:
         mixed = Mixed(*_mixture.straight((rows, add), kept or fixed_mixture(spec, weights)))
     out = mixed.out
-    if weights.shared_gate is not None and (apart or weights.shared_router is not None):
+    if weights.shared_gate is not None and (by_steps or weights.shared_router is not None):
         out = _with_shared(ops.dispatched, spec, weights, rows, out, training)
     return mixed._replace(out=out.view(x.shape))
 
@@ -230,7 +231,7 @@ def check_mixture(spec: MoeSpec, w: MoeWeights, x: Tensor) -> None:
     ops.check_activation("mixture", spec.shared_activation, "shared_activation")
     rows = _as_rows(x)
     _SPECS[bool(spec.transposed)].axes({"x": rows, **w._asdict()})
-    if _apart(w, x) and (router.round_logits or w.router.dtype is not torch.float32):
+    if wide_router(w) and (router.round_logits or w.router.dtype is not torch.float32):
         wide = "" if router.round_logits else ", expected the same or torch.float32"
         raise ValueError(f"mixture: router has dtype {w.router.dtype}, but x has {x.dtype}{wide}")
     if w.router_bias is not None and w.router_bias.dtype is not w.router.dtype:

@@ -101,7 +101,7 @@ def _known(cls: type) -> type | None:
 def _spec(layer: nn.Module) -> LayerSpec:
     known = _known(type(layer))
     assert known is not None
-    return {**SPECS, **LATENT}[known.__name__]
+    return SPECS.get(known.__name__) or LATENT[known.__name__]
 
 
 def _attention(layer: nn.Module) -> Any:

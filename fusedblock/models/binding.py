@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..blocks import BlockSpec, BlockWeights, MoeSpec, MoeWeights, check_mixture, fixed, fixed_mixture, like_rows
+from ..blocks import BlockSpec, BlockWeights, MoeSpec, MoeWeights, check_mixture, fixed, fixed_mixture, like_rows, wide_router
 from ..ops import Fixed
 from .experts import COMPUTING, read_gate
 from .routers import ROUTERS
@@ -324,7 +324,7 @@ def _bind(layer: nn.Module, spec: LayerSpec) -> Binding:
         mixture, places_of = bind_sparse(layer, spec, sparse, numbers["hidden"], fact, children, activations)
         shared = "" if not sparse.shared else "gated" if sparse.shared_gate else "plain"
         numbers |= {"experts": mixture.weights.router.shape[0], "top_k": mixture.spec.router.top_k, "shared": shared,
-                    "wide_router": mixture.weights.router.dtype is not mixture.weights.gate_up.dtype}  # fmt: skip
+                    "wide_router": wide_router(mixture.weights)}  # fmt: skip
     block = BlockSpec(
         **numbers, **options, scale=float(scale), eps=float(eps),
         activation="" if sparse else activations[0][1], branch_scale=float(fact(spec.branch_scale)) if spec.branch_scale else 1.0,
