@@ -148,10 +148,15 @@ def run(case: Case, settings: Settings) -> list[Row]:
     rows = [_row(case, name, facts[name], t, settings) for name, t in times.items()]
     settings.rows += rows
     good.clear()
-    gc.collect()
-    if settings.on_gpu:
-        torch.cuda.empty_cache()
+    _free(settings)
     return rows
+
+
+def _free(settings: Settings) -> None:
+    """What the last case or candidate left of the device's memory."""
+    if settings.on_gpu:
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def _times(
@@ -160,9 +165,7 @@ def _times(
     found: dict[str, timing.Timing | None] = dict.fromkeys(case.implementations)
     if not good:
         return found
-    gc.collect()
-    if settings.on_gpu:
-        torch.cuda.empty_cache()
+    _free(settings)
     while good:
         try:
             return {**found, **_interleave(case, good, settings)}

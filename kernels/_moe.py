@@ -177,7 +177,7 @@ _SM90: Table = {
     "stream": {16: Config(16, 256, 2, 6), 32: Config(16, 256, 4, 5), 64: Config(16, 128, 4, 6)},
     "vector": Config(4, 512, 4, 4), "vector_columns": Config(64, 32, 4, 4),
 }  # fmt: skip
-# A100: not measured, chosen by registers and shared memory.
+# A100: not measured, chosen by registers and shared memory (a "vector" of 4 rows spills).
 _SM80: Table = {
     "gate_up": {16: Config(64, 128, 4, 4), 32: Config(64, 64, 4, 4), 64: Config(128, 64, 4, 3), 128: Config(128, 32, 8, 4)},
     "down": {16: Config(64, 128, 4, 4), 32: Config(64, 64, 4, 4), 64: Config(128, 64, 4, 3), 128: Config(128, 32, 8, 4)},
@@ -186,7 +186,7 @@ _SM80: Table = {
                     128: Config(64, 32, 8, 4, split=2)},
     "grad_weight": Config(128, 32, 8, 4, block_m=128),
     "stream": {16: Config(16, 128, 2, 4), 32: Config(16, 128, 4, 4), 64: Config(16, 64, 4, 4)},
-    "vector": Config(4, 512, 4, 4), "vector_columns": Config(64, 32, 4, 4),
+    "vector": Config(2, 512, 4, 4), "vector_columns": Config(64, 32, 4, 4),
 }  # fmt: skip
 
 
@@ -199,9 +199,9 @@ def _changed(table: Table, **most: int) -> Table:
     return {k: {m: cut(c) for m, c in v.items()} if isinstance(v, dict) else cut(v) for k, v in table.items()}
 
 
-_SM86 = {**_changed(_SM80, num_stages=3, block_k=64), "vector": _SM80["vector"]}  # 99 KB
-_SM100 = {**_changed(_SM80, block_k=64), "stream": _SM80["stream"], "vector": _SM80["vector"]}
-_GFX942 = {**_changed(_SM80, num_stages=2, block_k=64), "vector": replace(_SM80["vector"], num_stages=2)}
+_SM86 = {**_changed(_SM80, num_stages=3, block_k=64), "vector": _SM90["vector"]}  # 99 KB
+_SM100 = {**_changed(_SM80, block_k=64), "stream": _SM80["stream"], "vector": _SM90["vector"]}
+_GFX942 = {**_changed(_SM80, num_stages=2, block_k=64), "vector": replace(_SM90["vector"], num_stages=2)}
 # fp32 runs on the FMA pipes (no tf32): small tiles, few registers.
 _FP32: Table = {
     **dict.fromkeys(("gate_up", "down", "grad_rows", "grad_hidden"), {

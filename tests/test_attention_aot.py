@@ -85,8 +85,9 @@ def test_no_spills(target: str, head_dim: int, mask: str, causal: bool):
 
 
 GATED_CASES = [  # fp16 differs from bf16 in its types alone: at the width with the most registers
-    *itertools.product(GATED, (16, 64, 96, 128), (torch.bfloat16,), MASKS, (False, True)),
-    *itertools.product(GATED, (128,), (torch.float16,), MASKS, (True,)),
+    *itertools.product(GATED, (64, 128), (torch.bfloat16,), MASKS, (False, True)),
+    *itertools.product(GATED, (16, 96), (torch.bfloat16,), MASKS, (True,)),
+    *itertools.product(GATED, (128,), (torch.float16,), ("padding", "added"), (True,)),
 ]
 
 

@@ -124,14 +124,16 @@ def key(name: str, dtype: torch.dtype, form: str, c: _gemm.Config) -> str:
 
 
 def rows(quick: bool) -> list[Any]:
-    """Quick: bf16 on the two targets that must not spill, the first two forms of each kind."""
+    """bf16 in every form. fp16 differs from it in its types alone: one form of a kind; fp32 a few. Quick: bf16 on the two targets
+    that must not spill, a few forms."""
     found = []
     for name in ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942"):
         for dtype in (*HALVES, torch.float32):
             for kind, shipped in configs(name, dtype.itemsize).items():
                 for i, form in enumerate(FORMS[kind]):
-                    is_quick = name in ("sm_80", "sm_90") and dtype is torch.bfloat16 and (i == 0 or form in QUICK)
-                    if is_quick == quick:
+                    few = i == 0 or form in QUICK and dtype is not torch.float16
+                    is_quick = name in ("sm_80", "sm_90") and dtype is torch.bfloat16 and few
+                    if is_quick == quick and (few or dtype is torch.bfloat16):
                         found += [pytest.param(name, dtype, form, c, id=key(name, dtype, form, c)) for c in shipped]
     return found
 

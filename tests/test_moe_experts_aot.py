@@ -67,7 +67,8 @@ def check(kernels: list[Any], name: str, tile_rows: int, dtype: torch.dtype) -> 
 QUICK = [("sm_90", "qwen3", 4099, 128), ("sm_90", "gpt_oss", 515, 64), ("sm_90", "qwen3", 37, 16), ("sm_90", "qwen3", 1, 16)]
 HEIGHTS = ((4099, 128), (1027, 64), (515, 32), (515, 16), (64, 64), (64, 32), (37, 16), (1, 16))
 NAMES = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
-ALL = [(name, model, *height) for name in NAMES for model in SIZES for height in HEIGHTS]
+# Mixtral's differ from Qwen3's in sizes, which make no other kernel but on the measured target.
+ALL = [(name, model, *height) for name in NAMES for model in SIZES for height in HEIGHTS if model != "mixtral" or name == "sm_90"]
 
 
 @pytest.mark.parametrize(("name", "model", "tokens", "tile_rows"), QUICK)
@@ -79,7 +80,8 @@ def test_chosen_target(name: str, model: str, tokens: int, tile_rows: int) -> No
 @pytest.mark.parametrize(("name", "model", "tokens", "tile_rows"), [row for row in ALL if row not in QUICK])
 def test_every_target_and_height(name: str, model: str, tokens: int, tile_rows: int) -> None:
     check(compiled(name, model, tokens, tile_rows), name, tile_rows, BF16)
-    check(compiled(name, model, tokens, tile_rows, save=False), name, tile_rows, BF16)
+    if name == "sm_90":
+        check(compiled(name, model, tokens, tile_rows, save=False), name, tile_rows, BF16)
 
 
 @pytest.mark.slow
