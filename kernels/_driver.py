@@ -16,6 +16,7 @@ from operator import add, itemgetter
 from typing import Any
 
 from . import _lang
+from ._graphs import Graphs
 
 # Formats of struct for triton's types of scalar arguments; bf16 and fp16 scalars do not occur.
 _SCALARS = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
@@ -86,6 +87,7 @@ class Block:
         self._calls: list[tuple[int, int, int]] = []
         self._maps: list[_Map] = []
         self._kept: list[Any] = []
+        self._graphs = Graphs()
 
     def _add(self, step: Any, table: Any) -> bool:
         """Take one more launch; False where it needs what only triton's launcher does."""
@@ -153,21 +155,30 @@ class Block:
         if not self._lock.acquire(False):
             return 0
         try:
+            addresses = tuple(base)
+            if self._graphs.run(addresses, stream):
+                return len(self._calls)
             self._pack(self._table, 0, *map(add, self._slots(base), self._offsets))
             for box in self._maps:
                 box.fill(base)
-            if stream != self._stream:
-                self._stream = stream
-                for config in self._configs:
-                    config.stream = stream
-            enqueue, done = _enqueue(), 0
-            for config_at, function, params in self._calls:
-                if enqueue(config_at, function, params, None):
-                    break
-                done += 1
+            done = self._launch(stream)
+            if done == len(self._calls):
+                self._graphs.keep(addresses, lambda on: self._launch(on) == done)
             return done
         finally:
             self._lock.release()
+
+    def _launch(self, stream: int) -> int:
+        if stream != self._stream:
+            self._stream = stream
+            for config in self._configs:
+                config.stream = stream
+        enqueue, done = _enqueue(), 0
+        for config_at, function, params in self._calls:
+            if enqueue(config_at, function, params, None):
+                break
+            done += 1
+        return done
 
 
 def prepare(steps: Sequence[Any]) -> Block | None:

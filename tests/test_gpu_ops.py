@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusedblock import blocks, ops
 from fusedblock.blocks import BlockSpec
-from fusedblock.kernels import _launch
+from fusedblock.kernels import _graphs, _launch
 from fusedblock.ops import OPS
 
 pytestmark = pytest.mark.gpu
@@ -227,6 +227,35 @@ def test_layer_recorded_and_replayed(spec, batch, seq, poisoned):
         lambda: torch.mul(x, 2, out=buffer), lambda t: run(blocks.forward, spec, w, (t, *given[1:]), False)["out"]
     )
     assert torch.equal(replayed, first)
+
+
+def test_calls_at_the_same_addresses_become_a_cuda_graph():
+    """It gives what launches one by one give: for other values, on another stream, and inside of a graph of the caller's."""
+    w, given = moved(make_weights(LLAMA, BF16)), moved(inputs(LLAMA, BF16, 2, 75))
+
+    def layer(*tensors: Tensor) -> Tensor:
+        return run(blocks.forward, LLAMA, w, tensors, False)["out"]
+
+    first, before = layer(*given), _graphs._existing
+    for _ in range(3 * _graphs.AFTER):
+        assert torch.equal(layer(*given), first)
+    assert _graphs._existing > before
+    for factor in (2, -1):
+        given[0].mul_(factor)
+        elsewhere = layer(*[t.clone() for t in given])
+        assert torch.equal(layer(*given), elsewhere) and not torch.equal(elsewhere, first)
+    buffer = torch.full_like(given[0], float("nan"))
+    for _ in range(2 * _graphs.AFTER):
+        buffer.fill_(float("nan"))
+        torch.cuda.synchronize()
+        assert torch.equal(on_side_stream(lambda: buffer.copy_(given[0]), lambda t: layer(t, *given[1:])), elsewhere)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer(*given)
+    for factor in (1, 2):
+        given[0].mul_(factor)
+        graph.replay()
+        assert torch.equal(out, layer(*given))
 
 
 def test_replay_follows_values_and_weights():

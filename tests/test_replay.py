@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
+import fusedblock
 from fusedblock import ops
 from fusedblock.blocks import BlockSpec, BlockWeights
 from fusedblock.blocks import functional as core
 from fusedblock.interpret import interpret
-from fusedblock.kernels import _replay, norm
+from fusedblock.kernels import _launch, _replay, norm
 from fusedblock.kernels._target import TARGETS
 
 SPEC = BlockSpec(hidden=64, ffn=136, heads=4, kv_heads=2, head_dim=16, scale=0.25, eps=1e-5)
@@ -150,3 +152,73 @@ def test_what_cannot_be_replayed_is_not_recorded() -> None:
         strided = torch.randn(32, 4).t()
         assert _replay.record(lambda: run(strided, weight), [strided, weight])[1] is None  # it copies
         assert _replay.record(lambda: run(x, x[0]), [x, x[0]])[1] is None  # inputs overlap
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
+    """What `replayed` enqueues: (number of the program, addresses). Nothing is launched, and every layout can be replayed."""
+    seen: list[tuple[int, list[int]]] = []
+    made: list[object] = []
+
+    class Fake:
+        steps = (SimpleNamespace(compiled=None),)
+
+        def enqueue(self, base: list[int], device: torch.device) -> tuple[Tensor, ...]:
+            seen.append((made.index(self), list(base)))
+            return (torch.empty(0),)
+
+    def record(compose: object, inputs: list[Tensor]) -> tuple[Tensor, Fake]:
+        made.append(Fake())
+        seen.append((len(made) - 1, [t.data_ptr() for t in inputs]))
+        return torch.empty(0), made[-1]
+
+    monkeypatch.setattr(_launch, "replays", lambda t: True)
+    monkeypatch.setattr(_replay, "record", record)
+    monkeypatch.setattr(_replay, "_programs", {})
+    return seen
+
+
+def test_a_layers_next_call_finds_what_its_key_would(chosen: list[tuple[int, list[int]]]) -> None:
+    """Calls of every kind, each a few times in a row: a layer that remembers its last call against one that never has."""
+    weights = [torch.randn(8, 8), torch.randn(8)]
+    remembers = _replay.Fixed((*weights, 3), lambda args: True)
+    x = torch.randn(64)
+    other = x.clone()
+
+    def given() -> list[tuple[object, ...]]:
+        a, b = x[:32].view(4, 8), x[32:].view(4, 8)
+        return [
+            (a, b, None, 1), (b, a, None, 1), (other[:32].view(4, 8), b, None, 1), (a, b, None, 2), (a, b, b[:1], 1),
+            (a, a, None, 1), (a, None, b, 1), (a[:2], b, None, 1), (a, x[33:41].view(1, 8), None, 1),
+            (a, x[34:42].view(1, 8), None, 1), (a, b.t(), None, 1), (a, b.view(torch.int32), None, 1), (a.double(), b, None, 1),
+            (weights[1].view(1, 8), b, None, 1),
+        ]  # fmt: skip
+
+    for args in [args for args in given() for _ in range(4)] + given() * 2:
+        for name in ("front", "back"):
+            fresh = _replay.Fixed(remembers.args, remembers.facts)
+            _replay.replayed(name, lambda: None, args, fresh)
+            _replay.replayed(name, lambda: None, args, remembers)
+            (expected, base), (found, addresses) = chosen[-2:]
+            assert found == expected and addresses == base == [t.data_ptr() for t in (*args, *weights) if isinstance(t, Tensor)]
+    assert len({n for n, _ in chosen}) == 2 * 11  # of each name; three of the fourteen differ from another in addresses alone
+
+
+def test_a_layers_next_call_sees_options_and_parameters(chosen: list[tuple[int, list[int]]]) -> None:
+    weight, x = torch.nn.Parameter(torch.randn(8, 8)), torch.randn(4, 8)
+    fixed = _replay.Fixed((weight,), lambda args: True)
+
+    def program() -> int:
+        for _ in range(3):
+            _replay.replayed("block", lambda: None, (x, 1), fixed)
+        assert len({n for n, _ in chosen[-3:]}) == 1
+        return chosen[-1][0]
+
+    first = program()
+    with fusedblock.options(batch_invariant=True):
+        assert program() != first
+    assert program() == first
+    old, weight.data = weight.data, torch.randn(8, 16)[:, :8]
+    assert program() != first
+    weight.data = old
+    assert program() == first

@@ -69,7 +69,8 @@ def prepare(
     """
     compiling = torch.compiler.is_compiling()
     mask = cache = embeddings = packing = None
-    ours = binding.attention.config._attn_implementation == OURS
+    implementation = binding.attention.config._attn_implementation  # once: transformers' configs take their time
+    ours = implementation == OURS
     for name, value in arguments.items():
         if value is None or name in HARMLESS:
             continue
@@ -103,10 +104,9 @@ def prepare(
     if reason:
         return reason
 
-    if reason := attention_refusal(binding):
+    if reason := attention_refusal(binding, implementation):
         return reason
     attention = binding.attention
-    implementation = attention.config._attn_implementation
     seq = x.shape[1]
     causal, keep = False, None
     bounds: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -132,9 +132,8 @@ def prepare(
                 binding.fixed, slots, binding.mixture)  # fmt: skip
 
 
-def attention_refusal(binding: Binding) -> str:
+def attention_refusal(binding: Binding, implementation: str) -> str:
     """Why calls run the original forward under the attention implementation that the layer's config names, or ""."""
-    implementation = binding.attention.config._attn_implementation
     if implementation not in IMPLEMENTATIONS:
         return f"attention implementation {implementation!r}; use attn_implementation='{OURS}', 'sdpa' or 'eager'"
     if implementation == "sdpa" and binding.spec.softcap:
@@ -205,8 +204,8 @@ def _tensors(binding: Binding, x: Tensor, embeddings: Any, compute: torch.dtype 
         return reason
     if x.dim() != 3:
         return f"hidden_states has {x.dim()} axes"
-    for tensor in binding.weights:
-        if tensor is not None and tensor.dtype is not dtype:
+    for tensor in binding.present:
+        if tensor.dtype is not dtype:
             return f"a weight is {tensor.dtype}, hidden_states is {dtype}"
     if binding.mixture is not None and (reason := experts_refusal(binding.mixture, x)):
         return reason

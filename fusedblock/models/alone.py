@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from .adapter import experts_refusal, globally_hooked, modes, rows_refusal
-from .binding import BlockBinding, Fact, Unfit, bind_sparse, child_of, reader
+from .binding import BlockBinding, Unfit, bind_sparse, child_of, reader, watch
 from .table import MixtureSpec
+from .watch import Fact
 
 
 def parts(block: nn.Module, spec: MixtureSpec) -> list[type]:
@@ -20,14 +19,18 @@ def parts(block: nn.Module, spec: MixtureSpec) -> list[type]:
 def bind_block(block: nn.Module, spec: MixtureSpec) -> BlockBinding | str:
     """Read the block: its numerics, its parameters, and what must stay as it is; or why it is not fused."""
     facts: list[Fact] = []
-    activations: list[tuple[Any, str]] = []
     try:
         children = [child_of(block, path, f"{spec.home}.{name}") for path, name in spec.sparse.classes.items()]
         hidden = getattr(getattr(getattr(block, spec.sparse.router, None), "weight", None), "shape", (0,))[-1]
-        mixture, slots = bind_sparse(block, spec, spec.sparse, hidden, reader(block, facts), children, activations)
+        mixture, slots = bind_sparse(block, spec, spec.sparse, hidden, reader(block, facts), children)
     except Unfit as unfit:
         return str(unfit)
-    return BlockBinding(mixture, tuple(activations), tuple(children), tuple(slots), tuple(facts))
+    return BlockBinding(mixture, watch(children, slots, facts))
+
+
+def is_current(binding: BlockBinding, block: nn.Module) -> bool:
+    """Whether `bind_block` would give the same binding again."""
+    return binding.watch is not None and binding.watch.holds(block)
 
 
 def prepare(binding: BlockBinding, x: Tensor) -> tuple[torch.dtype | None, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,27 +18,11 @@ from .experts import COMPUTING, read_gate
 from .routers import ROUTERS
 from .sparse import Mixture
 from .table import LayerSpec, MixtureSpec, Sparse
+from .watch import Child, Fact, Slot, Watch
 
 # The hooks of transformers on attention modules do nothing unless its collector, which `prepare` asks, wants attentions.
 _CAPTURING = "transformers.utils.output_capturing"
 PLAIN_TENSORS = (nn.Parameter, Tensor, FakeTensor)
-
-
-class Child(NamedTuple):
-    """A submodule whose forward the fused layer replaces, as it was when the binding was made."""
-
-    parent: nn.Module | None  # None: the layer itself, which a replica of it shares the binding with
-    name: str
-    module: nn.Module
-    type: type
-    hooks: tuple[dict[int, Any], ...]  # the module's own dictionaries: live
-    hook_ids: tuple[int, ...]
-    forward: Any  # instance attribute, if any
-    class_forward: Any
-
-
-Slot = tuple[dict[str, Any], str, Tensor | None]  # (a module's _parameters, name, parameter)
-Fact = tuple[Any, str, Any]  # (its owner, or None for the layer; attribute; what the spec was made of)
 
 
 class Binding(NamedTuple):
@@ -46,11 +30,10 @@ class Binding(NamedTuple):
 
     spec: BlockSpec
     weights: BlockWeights
+    present: tuple[Tensor, ...]  # of the weights
     attention: Any
-    activations: tuple[tuple[Any, str], ...]  # (module or function, the name it had)
-    children: tuple[Child, ...]
     slots: tuple[Slot, ...]
-    facts: tuple[Fact, ...]
+    watch: Watch | None  # None while torch.compile traces
     # (module that may be in training, module with the rate, attribute, path): rates that must be 0 then
     dropouts: tuple[tuple[nn.Module, nn.Module, str, str], ...]
     partial: bool  # tables may be narrower than a head
@@ -63,10 +46,7 @@ class BlockBinding(NamedTuple):
     """Likewise of a block of experts that is fused alone."""
 
     mixture: Mixture
-    activations: tuple[tuple[Any, str], ...]
-    children: tuple[Child, ...]
-    slots: tuple[Slot, ...]
-    facts: tuple[Fact, ...]
+    watch: Watch | None
 
 
 # Activations that are plain functions, called with their defaults.
@@ -188,9 +168,7 @@ def child_of(layer: nn.Module, path: str, expected: str, capturing: bool = False
     if reason := refusal(path, module, expected, capturing):
         raise Unfit(reason)
     assert module is not None
-    hooks = _hooks(module)
-    ids = tuple(key for group in hooks for key in group)
-    return Child(parent, name, module, type(module), hooks, ids, module.__dict__.get("forward"), type(module).forward)
+    return Child(parent, name, module, _hooks(module), module.__dict__.get("forward"))
 
 
 def sparse_of(layer: nn.Module, spec: LayerSpec) -> Sparse | None:
@@ -278,10 +256,7 @@ def _bind(layer: nn.Module, spec: LayerSpec) -> Binding:
             own[name], path = children[-1].module, path + ".base_layer"
         children.append(child_of(layer, path, spec.linear_class))
         modules[name] = children[-1].module
-    activations: list[tuple[Any, str]] = []
-    if not sparse:
-        children.append(child_of(layer, spec.activation, ""))
-        activations.append((children[-1].module, activation_of(children[-1].module) or ""))
+    activation = "" if sparse else read_activation(layer, spec.activation, fact, children)
     attention, dropouts = _at(layer, spec.attention), []
     for path in (*spec.dropouts, *(sparse.noises if sparse else ())):
         owner, name = _owner(layer, path)
@@ -321,20 +296,36 @@ def _bind(layer: nn.Module, spec: LayerSpec) -> Binding:
     mixture: Mixture | None = None
     places_of: list[Slot] = []
     if sparse:
-        mixture, places_of = bind_sparse(layer, spec, sparse, numbers["hidden"], fact, children, activations)
+        mixture, places_of = bind_sparse(layer, spec, sparse, numbers["hidden"], fact, children)
         shared = "" if not sparse.shared else "gated" if sparse.shared_gate else "plain"
         numbers |= {"experts": mixture.weights.router.shape[0], "top_k": mixture.spec.router.top_k, "shared": shared,
                     "wide_router": wide_router(mixture.weights)}  # fmt: skip
     block = BlockSpec(
         **numbers, **options, scale=float(scale), eps=float(eps),
-        activation="" if sparse else activations[0][1], branch_scale=float(fact(spec.branch_scale)) if spec.branch_scale else 1.0,
+        activation=activation, branch_scale=float(fact(spec.branch_scale)) if spec.branch_scale else 1.0,
         transposed=spec.linear_class.endswith("Conv1D"), norms=" ".join(norms), window_left=reach,
         window_right=-1 if fact(f"{spec.attention}.is_causal") else reach,
         softcap=float(fact(spec.softcap) or 0.0) if spec.softcap else 0.0,
     )  # fmt: skip
     kept = None if torch.compiler.is_compiling() else fixed(block, weights)
-    return Binding(block, weights, attention, tuple(activations), tuple(children), (*slots.values(), *places_of), tuple(facts),
+    held = (*slots.values(), *places_of)
+    return Binding(block, weights, tuple(t for t in weights if t is not None), attention, held, watch(children, held, facts),
                    tuple(dropouts), spec.partial, own, kept, mixture)  # fmt: skip
+
+
+def watch(children: Sequence[Child], slots: Sequence[Slot], facts: Sequence[Fact]) -> Watch | None:
+    return None if torch.compiler.is_compiling() else Watch(children, slots, facts)
+
+
+def read_activation(layer: nn.Module, path: str, fact: Callable[[str], Any], children: list[Child]) -> str:
+    """Its name. Appends to children, and notes what the name was read from."""
+    children.append(child_of(layer, path, ""))
+    name = activation_of(children[-1].module)
+    if name is None:
+        raise Unfit(f"activation {type_name(children[-1].module)} has no kernel")
+    if hasattr(children[-1].module, "approximate"):
+        fact(f"{path}.approximate")
+    return name
 
 
 def reader(layer: nn.Module, facts: list[Fact]) -> Callable[[str], Any]:
@@ -355,8 +346,8 @@ def _plain(tensor: Any, path: str) -> Tensor:
 
 
 def bind_sparse(layer: nn.Module, spec: LayerSpec | MixtureSpec, sparse: Sparse, hidden: int, fact: Callable[[str], Any],
-                 children: list[Child], activations: list[tuple[Any, str]]) -> tuple[Mixture, list[Slot]]:  # fmt: skip
-    """The mixture, and the places of its parameters. Appends what must stay as it is to children and activations."""
+                 children: list[Child]) -> tuple[Mixture, list[Slot]]:  # fmt: skip
+    """The mixture, and the places of its parameters. Appends what must stay as it is to children."""
     entry, experts = ROUTERS[spec.family], _at(layer, sparse.experts)
     children.append(child_of(layer, sparse.router, f"{spec.home}.{sparse.router_class or entry.layer_class}", capturing=True))
     router = children[-1].module
@@ -377,14 +368,6 @@ def bind_sparse(layer: nn.Module, spec: LayerSpec | MixtureSpec, sparse: Sparse,
         for laid in ("shape", "dtype"):  # `.data =` and module.to() change them under the parameter
             fact(f"{path}.{leaf}.{laid}")
 
-    def activation(path: str) -> str:
-        children.append(child_of(layer, path, ""))
-        module = children[-1].module
-        activations.append((module, activation_of(module) or ""))
-        if not activations[-1][1]:
-            raise Unfit(f"activation {type_name(module)} has no kernel")
-        return activations[-1][1]
-
     for argument, leaf in entry.tensors.items():
         name = {"weight": "router", "bias": "router_bias", "correction_bias": "router_correction"}[argument]
         put(name, router._parameters if leaf in router._parameters else router._buffers, leaf, sparse.router)
@@ -393,7 +376,7 @@ def bind_sparse(layer: nn.Module, spec: LayerSpec | MixtureSpec, sparse: Sparse,
         if experts.has_bias:
             put(f"{name}_bias", experts._parameters, f"{leaf}_bias", sparse.experts)
     if "act_fn" in experts._modules:
-        activation(f"{sparse.experts}.act_fn")
+        read_activation(layer, f"{sparse.experts}.act_fn", fact, children)
     found = MoeSpec(entry.read(router), *gate, experts.is_transposed, not experts.is_concatenated)
     linears = {f"shared_{n}": f"{sparse.shared}.{n}_proj" for n in ("gate", "up", "down")} if sparse.shared else {}
     linears |= {"shared_router": sparse.shared_gate} if sparse.shared_gate else {}
@@ -404,7 +387,7 @@ def bind_sparse(layer: nn.Module, spec: LayerSpec | MixtureSpec, sparse: Sparse,
         if children[-1].module._parameters.get("bias") is not None:
             raise Unfit(f"{path} has a bias")
     if sparse.shared:
-        found = replace(found, shared_activation=activation(f"{sparse.shared}.act_fn"))
+        found = replace(found, shared_activation=read_activation(layer, f"{sparse.shared}.act_fn", fact, children))
     weights = MoeWeights(**{name: slot[2] for name, slot in slots.items() if name in MoeWeights._fields})  # type: ignore[arg-type]
     try:
         check_mixture(found, weights, like_rows(found, weights).new_empty(0, hidden))
@@ -476,24 +459,4 @@ def is_current(binding: Binding, layer: nn.Module) -> bool:
     """Whether `bind` would give the same binding again. A few microseconds: it is asked at every call."""
     block, weights = binding.spec, binding.weights
     rows = weights.o.shape[0 if block.transposed else 1]
-    return unchanged(binding, layer) and rows == block.heads * block.head_dim
-
-
-def unchanged(binding: Binding | BlockBinding, layer: nn.Module) -> bool:
-    """Whether the children, parameters, facts and activations of a binding are what they were."""
-    for parent, name, module, cls, hooks, hook_ids, forward, class_forward in binding.children:
-        if (layer if parent is None else parent)._modules.get(name) is not module or type(module) is not cls:
-            return False
-        forward_hooks, pre_hooks, backward_hooks, backward_pre_hooks = hooks
-        if forward_hooks or pre_hooks or backward_hooks or backward_pre_hooks:
-            if tuple(key for group in hooks for key in group) != hook_ids:
-                return False
-        if module.__dict__.get("forward") is not forward or cls.forward is not class_forward:
-            return False
-    for parameters, name, tensor in binding.slots:
-        if parameters.get(name) is not tensor:
-            return False
-    for owner, name, value in binding.facts:
-        if getattr(layer if owner is None else owner, name, None) != value:
-            return False
-    return all(activation_of(function) == name for function, name in binding.activations)
+    return binding.watch is not None and binding.watch.holds(layer) and rows == block.heads * block.head_dim

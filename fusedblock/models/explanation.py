@@ -100,7 +100,7 @@ def explain(model: nn.Module, *, batch: int = 1, seq: int | None = None, context
             if not reason:
                 bound = bind(entry.layer, entry.spec)
             if not isinstance(bound, str):
-                reason = attention_refusal(bound)
+                reason = attention_refusal(bound, bound.attention.config._attn_implementation)
             record = replace(record, calls=entry.layer.__dict__[STATE].calls)
         record = replace(record, status="fallback" if reason else "fused", reason=reason)
         plans: tuple[tuple[str, blocks.Plan], ...] = ()

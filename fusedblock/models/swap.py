@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .. import blocks
 from . import adapter, alone, table
-from .binding import Binding, BlockBinding, bind, classes, is_bound, is_current, patched, unchanged, unsupported
+from .binding import Binding, BlockBinding, bind, classes, is_bound, is_current, patched, unsupported
 from .interface import register_if_loaded
 from .report import BlockRecord, Calls, FusionReport, LayerRecord, ranges
 
@@ -117,7 +117,7 @@ class FusedMixture(_Fused):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:  # the original takes none: python's own error
             return super().forward(hidden_states, *args, **kwargs)
-        bound: BlockBinding | str = self._fusedblock_bound(alone.bind_block, unchanged)
+        bound: BlockBinding | str = self._fusedblock_bound(alone.bind_block, alone.is_current)
         compute, why = (None, bound) if isinstance(bound, str) else alone.prepare(bound, hidden_states)
         if why or isinstance(bound, str):
             self._fusedblock_count(why)
