@@ -73,7 +73,7 @@ def _zero_of(x):
 
 @gluon.jit
 def weights_around(s, shift, scale, flying, WAIT: gl.constexpr):
-    """(exp2(s * scale - shift) of s [64, N], its sums over what a thread holds [64, 4], the product that is flying), which is waited
+    """(exp2(s * scale - shift) of s [64, N], its sums by thread [64, 4], the product that is flying), which is waited
     for after WAIT quarters of the exponentials and before the others.
 
     Left to itself ptxas puts the wait anywhere among them. So something after the wait needs sums of those before it, and those
