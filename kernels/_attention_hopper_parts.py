@@ -76,7 +76,7 @@ def weights_around(s, shift, scale, flying, WAIT: gl.constexpr):
     """(exp2(s * scale - shift) of s [64, N], its sums by thread [64, 4], the product that is flying), which is waited
     for after WAIT quarters of the exponentials and before the others.
 
-    Left to itself ptxas puts the wait anywhere among them. So something after the wait needs sums of those before it, and those
+    Left to itself ptxas puts the wait anywhere among them. So what may not move across it needs sums of those before it, and those
     after it need a number of the product's."""
     layout: gl.constexpr = s.type.layout
     a, b, c, d = _quarters(s)
