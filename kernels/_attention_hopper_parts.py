@@ -76,8 +76,8 @@ def weights_around(s, shift, scale, flying, WAIT: gl.constexpr):
     """(exp2(s * scale - shift) of s [64, N], its sums by thread [64, 4], the product that is flying), which is waited
     for after WAIT quarters of the exponentials and before the others.
 
-    Left to itself ptxas puts the wait anywhere among them. So what may not move across it needs sums of those before it, and those
-    after it need a number of the product's."""
+    Left to itself ptxas puts the wait anywhere among them. So what may not move across it needs the sums of those before it, and
+    those after it need a number of the product's."""
     layout: gl.constexpr = s.type.layout
     a, b, c, d = _quarters(s)
     early = gl.convert_layout(shift, gl.SliceLayout(1, gl.SliceLayout(2, a.type.layout)))[:, None, None]

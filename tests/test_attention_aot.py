@@ -78,14 +78,15 @@ _slow = lambda *values: pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("mask, causal", [_slow("none", False), ("none", True), _slow("padding", True), ("added", True)])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [_slow(64), 128])
 @pytest.mark.parametrize("target", GATED)
 def test_no_spills(target: str, head_dim: int, mask: str, causal: bool):
     check(target, head_dim, torch.bfloat16, mask, causal)
 
 
 GATED_CASES = [  # fp16 differs from bf16 in its types alone: at the width with the most registers
-    *itertools.product(GATED, (64, 128), (torch.bfloat16,), MASKS, (False, True)),
+    *itertools.product(GATED, (64, 128), (torch.bfloat16,), MASKS, (True,)),
+    *itertools.product(GATED, (128,), (torch.bfloat16,), MASKS[1:], (False,)),
     *itertools.product(GATED, (16, 96), (torch.bfloat16,), MASKS, (True,)),
     *itertools.product(GATED, (128,), (torch.float16,), ("padding", "added"), (True,)),
 ]
@@ -100,7 +101,8 @@ def test_no_spills_in_any_mask_mode(case: tuple):
 RECORDED_CASES = [
     *itertools.product(RECORDED, (64, 128), (torch.bfloat16,), ("none", "padding", "added"), (True,)),
     *itertools.product((*GATED, *RECORDED), (256,), (torch.bfloat16,), ("none", "added"), (True,)),
-    *itertools.product((*GATED, *RECORDED), (64, 256), (torch.float32,), ("none",), (True,)),
+    *itertools.product((*GATED, *RECORDED), (64,), (torch.float32,), ("none",), (True,)),
+    *itertools.product(GATED, (256,), (torch.float32,), ("none",), (True,)),
 ]
 
 

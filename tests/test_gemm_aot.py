@@ -107,6 +107,7 @@ FORMS = {
 }
 
 
+HEAVY = ("qkv_rope-layer", "qkv_rope-columns", "gated_mlp-full")
 QUICK = ("qkv_rope", "qkv_rope-norm", "linear-columns", "plain_mlp-save", "grad_input-columns")
 
 
@@ -124,16 +125,17 @@ def key(name: str, dtype: torch.dtype, form: str, c: _gemm.Config) -> str:
 
 
 def rows(quick: bool) -> list[Any]:
-    """bf16 in every form. fp16 differs from it in its types alone: one form of a kind; fp32 a few. Quick: bf16 on the two targets
-    that must not spill, a few forms."""
+    """bf16 in every form on the two targets that must not spill, a few on the others. fp16 differs in its types alone: one
+    form of a kind; fp32 a few. Quick: a few in bf16 on sm_90."""
     found = []
     for name in ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942"):
         for dtype in (*HALVES, torch.float32):
             for kind, shipped in configs(name, dtype.itemsize).items():
                 for i, form in enumerate(FORMS[kind]):
                     few = i == 0 or form in QUICK and dtype is not torch.float16
-                    is_quick = name in ("sm_80", "sm_90") and dtype is torch.bfloat16 and few
-                    if is_quick == quick and (few or dtype is torch.bfloat16):
+                    wanted = few or dtype is torch.bfloat16 and (name in ("sm_80", "sm_90") or form in HEAVY)
+                    is_quick = name == "sm_90" and dtype is torch.bfloat16 and few
+                    if is_quick == quick and wanted:
                         found += [pytest.param(name, dtype, form, c, id=key(name, dtype, form, c)) for c in shipped]
     return found
 
