@@ -99,6 +99,8 @@ def choices(dry: bool) -> list[Group]:
         Group("full", Problem(2, 8192, causal=False), ("sdpa, cudnn", *hopper)),
         Group("causal", Problem(4, 4096, head_dim=64), ("sdpa, cudnn", *hopper)),
         Group("causal", Problem(4, 4096, heads=16, kv_heads=16, head_dim=256), ("sdpa, cudnn", ASKED, *WAITS)),
+        *(Group("causal, heads first", Problem(16384 // seq, seq, heads_first=True), ("sdpa, cudnn", "fa4", ASKED))
+          for seq in (8192, 2048)),
         *(Group(label, Problem(4, 2048, bias=True, **change), ("flex", "fusedblock", *BIAS_TILES)) for label, change in (
             ("bias", {"causal": False}), ("causal bias", {}), ("bias", {"causal": False, "head_dim": 64}))),
         Group("window 128", Problem(2, 8192, left=127), both),
