@@ -87,7 +87,7 @@ class Block:
         self._calls: list[tuple[int, int, int]] = []
         self._maps: list[_Map] = []
         self._kept: list[Any] = []
-        self._graphs = Graphs()
+        self._graphs = Graphs(self._lock)
 
     def _add(self, step: Any, table: Any) -> bool:
         """Take one more launch; False where it needs what only triton's launcher does."""
@@ -170,9 +170,10 @@ class Block:
 
     def _launch(self, stream: int) -> int:
         if stream != self._stream:
-            self._stream = stream
+            self._stream = None  # if this is interrupted
             for config in self._configs:
                 config.stream = stream
+            self._stream = stream
         enqueue, done = _enqueue(), 0
         for config_at, function, params in self._calls:
             if enqueue(config_at, function, params, None):

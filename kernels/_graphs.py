@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 AFTER = 4  # runs at the same addresses before a graph is made of them, which takes as long as it saves in some ten
-MOST = 1024  # graphs in all; and addresses that a program counts
+MOST = 256  # graphs of one program, and addresses that it counts: the latest
+TOTAL = 2048  # graphs in all
+PATIENCE = 4  # times in a row that the driver refuses (a thread without a context, say) before a program makes do without
 _NON_BLOCKING, _RELAXED = 1, 2  # CU_STREAM_NON_BLOCKING, CU_STREAM_CAPTURE_MODE_RELAXED
 
 
@@ -44,26 +48,34 @@ def _check(error: int) -> None:
         raise _Refused(error)
 
 
+@contextmanager
+def _relaxed() -> Iterator[None]:
+    """Other threads may be capturing, and a stricter mode would let what happens inside break theirs."""
+    mode = ctypes.c_int(_RELAXED)
+    refused = _cuda().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        if not refused:
+            _cuda().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
 def _capture(enqueue: Callable[[int], bool]) -> ctypes.c_void_p:
     """An executable graph of what enqueue(stream) launches; it returns whether the driver took everything."""
     cuda, graph, made = _cuda(), ctypes.c_void_p(), ctypes.c_void_p()
     stream = _stream(torch.cuda.current_device())
-    # Other threads may be capturing, and a stricter mode would let what follows break theirs.
-    mode = ctypes.c_int(_RELAXED)
-    _check(cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
+    _check(cuda.cuStreamBeginCapture_v2(stream, _RELAXED))
+    whole = False
     try:
-        _check(cuda.cuStreamBeginCapture_v2(stream, _RELAXED))
-        whole = False
-        try:
-            whole = enqueue(stream.value or 0)
-        finally:
-            error = cuda.cuStreamEndCapture(stream, ctypes.byref(graph))
+        whole = enqueue(stream.value or 0)
+    finally:
+        error = cuda.cuStreamEndCapture(stream, ctypes.byref(graph))
+    try:
         _check(error if whole else 1)
         _check(cuda.cuGraphInstantiateWithFlags(ctypes.byref(made), graph, ctypes.c_ulonglong(0)))
     finally:
         if graph:
             cuda.cuGraphDestroy(graph)
-        cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     return made
 
 
@@ -72,52 +84,73 @@ def watched() -> bool:
     return torch._C._cuda_isCurrentStreamCapturing() or torch._C._autograd._profiler_enabled()
 
 
+_lock = threading.RLock()  # also of a finalizer that comes while it is held
 _existing = 0
-_lock = threading.Lock()
+_programs: weakref.WeakSet[Graphs] = weakref.WeakSet()
+_clock = itertools.count(1)
 
 
-def _destroy(known: dict[tuple[int, ...], Any]) -> None:
-    """Graphs that still run are freed by the driver when they are through."""
+def _destroy(made: dict[Any, Any], most: int = TOTAL) -> None:
+    """The oldest of these. Graphs that still run are freed by the driver when they are through."""
     global _existing
-    for found in known.values():
-        if type(found) is not int:
+    if not made:
+        return
+    with _lock, _relaxed():
+        for addresses in [*made][:most]:
+            _cuda().cuGraphExecDestroy(made.pop(addresses))
             _existing -= 1
-            _cuda().cuGraphExecDestroy(found)
-    known.clear()
 
 
 class Graphs:
-    """Of one program. Not for two threads at a time."""
+    """Of one program. lock: held by whoever calls."""
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, ...], Any] = {}  # addresses -> how often they came, or the graph
-        self._usable = True
-        weakref.finalize(self, _destroy, self._known).atexit = False
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock, self._refused, self._used = lock, 0, 0
+        self._came: dict[tuple[int, ...], int] = {}  # addresses -> how often they did, the latest last
+        self._made: dict[tuple[int, ...], Any] = {}  # addresses -> the graph, likewise
+        weakref.finalize(self, _destroy, self._made).atexit = False
+        with _lock:
+            _programs.add(self)
 
     def run(self, addresses: tuple[int, ...], stream: int) -> bool:
         """Enqueue the graph of these addresses, if there is one; else count them."""
-        if not self._usable:
+        if self._refused >= PATIENCE or watched():
             return False
-        found = self._known.get(addresses, 0)
-        if type(found) is int:
-            if found == 0 and len(self._known) >= MOST:
-                _destroy(self._known)
-            self._known[addresses] = found + 1
+        graph = self._made.pop(addresses, None)
+        if graph is None:
+            self._came[addresses] = self._came.pop(addresses, 0) + 1
+            if len(self._came) > MOST:
+                del self._came[next(iter(self._came))]
             return False
-        if watched():
-            return False
-        self._usable = not _cuda().cuGraphLaunch(found, stream)
-        return self._usable
+        self._made[addresses], self._used = graph, next(_clock)
+        self._refused = self._refused + 1 if _cuda().cuGraphLaunch(graph, stream) else 0
+        return self._refused == 0
 
     def keep(self, addresses: tuple[int, ...], enqueue: Callable[[int], bool]) -> None:
         """Make a graph of what enqueue(stream) launches, where these addresses came often enough."""
         global _existing
-        came = self._known.get(addresses)
-        if not self._usable or type(came) is not int or came < AFTER or _existing >= MOST or watched():
+        if self._refused >= PATIENCE or self._came.get(addresses, 0) < AFTER or watched():
             return
         try:
-            with _lock:
-                self._known[addresses] = _capture(enqueue)
-            _existing += 1
+            with _lock, _relaxed():
+                self._make_room()
+                self._made[addresses] = _capture(enqueue)
+                del self._came[addresses]
+                _existing += 1
         except _Refused:
-            self._usable = False
+            self._refused += 1
+
+    def _make_room(self) -> None:
+        """For one more: without the oldest of this program, or those of the program that has not run for the longest."""
+        if len(self._made) >= MOST:
+            _destroy(self._made, 1)
+        if _existing < TOTAL:
+            return
+        idle = min((g for g in _programs if g._made and g is not self), key=lambda g: g._used, default=None)
+        if idle is None or not idle._lock.acquire(False):
+            _destroy(self._made, 1)
+            return
+        try:
+            _destroy(idle._made)
+        finally:
+            idle._lock.release()

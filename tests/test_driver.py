@@ -13,7 +13,7 @@ import torch
 from attention_cases import HOPPER, Case
 
 from fusedblock.interpret import compile_only, interpret
-from fusedblock.kernels import _driver, _launch, _replay, attention
+from fusedblock.kernels import _driver, _graphs, _launch, _replay, attention
 from fusedblock.kernels._replay import _Address, _Box, _Step
 
 BF16 = torch.bfloat16
@@ -53,6 +53,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return refused.get(len(seen), 0)
 
     monkeypatch.setattr(_driver, "_enqueue", lambda: enqueue)
+    monkeypatch.setattr(_graphs, "watched", lambda: False)
     seen_formats.clear()
     refused.clear()
     return seen

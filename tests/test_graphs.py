@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -81,6 +82,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(_driver, "_enqueue", lambda: made.enqueue)
     monkeypatch.setattr(_graphs, "watched", lambda: False)
     monkeypatch.setattr(_graphs, "_existing", 0)
+    monkeypatch.setattr(_graphs, "_programs", weakref.WeakSet())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     _graphs._stream.cache_clear()
     yield made
@@ -125,7 +127,8 @@ def test_launches_come_one_by_one_where_someone_looks(driver: Driver, monkeypatc
         assert run(made, driver, HERE) == [(7, 0x20080)] * 2
     assert not driver.graphs
     monkeypatch.setattr(_graphs, "watched", lambda: False)
-    run(made, driver, HERE)
+    for _ in range(_graphs.AFTER):
+        run(made, driver, HERE)
     assert run(made, driver, HERE) == [(-7, 0x20080)] * 2
     monkeypatch.setattr(_graphs, "watched", lambda: True)
     assert run(made, driver, HERE) == [(7, 0x20080)] * 2
@@ -133,13 +136,23 @@ def test_launches_come_one_by_one_where_someone_looks(driver: Driver, monkeypatc
 
 @pytest.mark.parametrize("call", ["begin", "end", "instantiate", "launch"])
 def test_what_the_driver_refuses_is_launched_one_by_one(call: str, driver: Driver) -> None:
+    """Once is forgiven: a thread without a context, say. Again and again is not."""
     made = block()
+    for _ in range(_graphs.AFTER - 1):
+        run(made, driver, HERE)
+    driver.refuse = "" if call == "launch" else call
+    run(made, driver, HERE)
     driver.refuse = call
-    for _ in range(2 * _graphs.AFTER):
-        assert run(made, driver, HERE) == [(7, 0x20080)] * 2
+    assert run(made, driver, HERE) == [(7, 0x20080)] * 2
+    driver.refuse = ""
+    run(made, driver, HERE)
+    assert run(made, driver, HERE) == [(-7, 0x20080)] * 2
+    driver.refuse = call
+    for _ in range(_graphs.AFTER + _graphs.PATIENCE):
+        assert run(made, driver, HERE if call == "launch" else THERE) == [(7, 0x20080 if call == "launch" else 0x30080)] * 2
     driver.refuse = ""
     assert driver.mode == 0
-    assert run(made, driver, HERE) == [(7, 0x20080)] * 2 and not made._graphs._usable
+    assert run(made, driver, HERE) == [(7, 0x20080)] * 2 and made._graphs._refused >= _graphs.PATIENCE
 
 
 def test_a_launch_that_fails_in_the_capture_leaves_no_graph(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,24 +168,48 @@ def test_a_launch_that_fails_in_the_capture_leaves_no_graph(driver: Driver, monk
     assert not driver.graphs and driver.mode == 0
 
 
-def test_graphs_and_counts_are_bounded_and_freed(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def reach(made: _driver.Block, driver: Driver, n: int) -> bool:
+    """Runs at the n-th addresses until they would have a graph; whether they have."""
+    base = [0x10000, 0x20000 + 256 * n]
+    for _ in range(_graphs.AFTER):
+        run(made, driver, base)
+    return run(made, driver, base)[0][0] < 0
+
+
+def test_the_latest_graphs_stay_and_all_are_freed(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_graphs, "MOST", 3)
     made = block()
-    for n in range(5):
-        for _ in range(_graphs.AFTER + 1):
-            run(made, driver, [0x10000, 0x20000 + 256 * n])
-        assert len(made._graphs._known) <= 3 and _graphs._existing <= 3
-    assert driver.destroyed == [0x1000, 0x1001, 0x1002]
-    assert run(made, driver, [0x10000, 0x20000 + 256 * 4]) == [(-7, 0x20080 + 256 * 4)] * 2
+    for n in range(3):
+        assert reach(made, driver, n)
+    assert run(made, driver, [0x10000, 0x20000])[0][0] == -7  # the first again
+    for n in range(3, 5):
+        assert reach(made, driver, n)
+    assert driver.destroyed == [0x1001, 0x1002] and _graphs._existing == 3
+    assert run(made, driver, [0x10000, 0x20000])[0][0] == -7
+    for n in range(100, 200):  # seen once each
+        run(made, driver, [0x10000, 0x20000 + 256 * n])
+    assert len(made._graphs._came) <= 3 and run(made, driver, [0x10000, 0x20000])[0][0] == -7
     del made
     gc.collect()
-    assert len(driver.destroyed) == len(driver.graphs) == 5 and _graphs._existing == 0
+    assert sorted(driver.destroyed) == sorted(driver.graphs) and _graphs._existing == 0
 
 
-def test_another_programs_graphs_count_too(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_graphs, "MOST", 1)
-    first, second = block(), block()
-    for _ in range(_graphs.AFTER + 1):
-        run(first, driver, HERE)
-        run(second, driver, HERE)
-    assert run(first, driver, HERE)[0][0] == -7 and run(second, driver, HERE)[0][0] == 7
+def test_a_program_that_runs_takes_the_place_of_one_that_does_not(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_graphs, "TOTAL", 4)
+    old, older = block(), block()
+    assert reach(older, driver, 0) and reach(older, driver, 1) and reach(old, driver, 0) and reach(old, driver, 1)
+    young = block()
+    assert reach(young, driver, 0) and driver.destroyed == [0x1000, 0x1001]
+    assert run(old, driver, [0x10000, 0x20000])[0][0] == -7 and run(older, driver, [0x10000, 0x20000])[0][0] == 7
+    assert reach(young, driver, 1) and _graphs._existing == 4
+    with old._lock:  # it runs just now
+        assert reach(young, driver, 2) and driver.destroyed == [0x1000, 0x1001, 0x1004]
+    assert run(old, driver, [0x10000, 0x20000])[0][0] == -7
+
+
+def test_nothing_is_counted_or_freed_while_someone_looks(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = block()
+    monkeypatch.setattr(_graphs, "watched", lambda: True)
+    for n in range(9):
+        run(made, driver, [0x10000, 0x20000 + 256 * n])
+    assert not made._graphs._came

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from .adapter import experts_refusal, globally_hooked, modes, rows_refusal
-from .binding import BlockBinding, Unfit, bind_sparse, child_of, reader, watch
-from .table import MixtureSpec
+from .binding import BlockBinding, Unfit, bind_sparse, check_class, child_of, reader, watch
+from .table import MixtureSpec, known_block
 from .watch import Fact
 
 
@@ -20,12 +20,13 @@ def bind_block(block: nn.Module, spec: MixtureSpec) -> BlockBinding | str:
     """Read the block: its numerics, its parameters, and what must stay as it is; or why it is not fused."""
     facts: list[Fact] = []
     try:
+        check_class(block, known_block(getattr(type(block), "_fusedblock_original", type(block))))
         children = [child_of(block, path, f"{spec.home}.{name}") for path, name in spec.sparse.classes.items()]
         hidden = getattr(getattr(getattr(block, spec.sparse.router, None), "weight", None), "shape", (0,))[-1]
         mixture, slots = bind_sparse(block, spec, spec.sparse, hidden, reader(block, facts), children)
     except Unfit as unfit:
         return str(unfit)
-    return BlockBinding(mixture, watch(children, slots, facts))
+    return BlockBinding(mixture, watch(block, children, slots, facts, block.get_submodule(spec.sparse.experts)))
 
 
 def is_current(binding: BlockBinding, block: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from ..ops import Fixed
 from .experts import COMPUTING, read_gate
 from .routers import ROUTERS
 from .sparse import Mixture
-from .table import LayerSpec, MixtureSpec, Sparse
+from .table import LayerSpec, MixtureSpec, Sparse, known_class
 from .watch import Child, Fact, Slot, Watch
 
 # The hooks of transformers on attention modules do nothing unless its collector, which `prepare` asks, wants attentions.
@@ -150,7 +150,7 @@ def refusal(path: str, module: Any, expected: str = "", capturing: bool = False)
     if expected and _dotted(module) != expected:
         shown = expected.rpartition(".")[2]
         return f"{path} is {type_name(module)}, not {'torch.nn.' if expected.startswith('torch.') else ''}{shown}"
-    if expected and (reason := patched(cls)):
+    if reason := patched(cls):
         return reason
     shadow = _shadow(module)
     if shadow:
@@ -168,7 +168,7 @@ def child_of(layer: nn.Module, path: str, expected: str, capturing: bool = False
     if reason := refusal(path, module, expected, capturing):
         raise Unfit(reason)
     assert module is not None
-    return Child(parent, name, module, _hooks(module), module.__dict__.get("forward"))
+    return Child(parent, name, module)
 
 
 def sparse_of(layer: nn.Module, spec: LayerSpec) -> Sparse | None:
@@ -212,6 +212,8 @@ def unsupported(layer: nn.Module, spec: LayerSpec) -> str | None:
     places = (*spec.norms.values(), f"{spec.attention}.{spec.q_norm}", f"{spec.attention}.{spec.k_norm}")
     found = [_at(layer, f"{path}.{spec.eps}") for path in places]
     found = [eps for eps in found if eps is not None]  # no such norm, or one of another class, which `bind` refuses
+    if other := [eps for eps in found if not isinstance(eps, (int, float))]:
+        return f"{spec.eps} of a norm is a {type_name(other[0])}, expected a number"
     if len(set(found)) > 1:
         return f"the norms have different epsilons, {' and '.join(map(str, dict.fromkeys(found)))}"
     return None
@@ -226,6 +228,7 @@ def bind(layer: nn.Module, spec: LayerSpec) -> Binding | str:
 
 
 def _bind(layer: nn.Module, spec: LayerSpec) -> Binding:
+    check_class(layer, known_class(getattr(type(layer), "_fusedblock_original", type(layer))))
     facts: list[Fact] = []
     fact = reader(layer, facts)
     sparse = sparse_of(layer, spec)
@@ -309,12 +312,30 @@ def _bind(layer: nn.Module, spec: LayerSpec) -> Binding:
     )  # fmt: skip
     kept = None if torch.compiler.is_compiling() else fixed(block, weights)
     held = (*slots.values(), *places_of)
-    return Binding(block, weights, tuple(t for t in weights if t is not None), attention, held, watch(children, held, facts),
+    return Binding(block, weights, tuple(t for t in weights if t is not None), attention, held,
+                   watch(layer, children, held, facts, _at(layer, sparse.experts) if sparse else None),
                    tuple(dropouts), spec.partial, own, kept, mixture)  # fmt: skip
 
 
-def watch(children: Sequence[Child], slots: Sequence[Slot], facts: Sequence[Fact]) -> Watch | None:
-    return None if torch.compiler.is_compiling() else Watch(children, slots, facts)
+def watch(
+    layer: nn.Module, children: Sequence[Child], slots: Sequence[Slot], facts: Sequence[Fact], experts: nn.Module | None = None
+) -> Watch | None:
+    """Of a layer that is bound, and the experts in it; None while torch.compile traces."""
+    if torch.compiler.is_compiling():
+        return None
+    own = getattr(type(layer), "_fusedblock_original", None)
+    return Watch(layer, children, slots, facts, [] if own is None else [own], [] if experts is None else [experts])
+
+
+def check_class(layer: nn.Module, known: type | None) -> None:
+    """Raises Unfit where a fused layer's original class has got another forward than that of the class in the table."""
+    own = getattr(type(layer), "_fusedblock_original", None)
+    if own is None or known is None:
+        return
+    if reason := patched(known):
+        raise Unfit(reason)
+    if inspect.unwrap(own.forward) is not inspect.unwrap(known.forward):  # type: ignore[attr-defined]
+        raise Unfit(f"{own.__name__} overrides the forward of {known.__name__}")
 
 
 def read_activation(layer: nn.Module, path: str, fact: Callable[[str], Any], children: list[Child]) -> str:
@@ -323,8 +344,9 @@ def read_activation(layer: nn.Module, path: str, fact: Callable[[str], Any], chi
     name = activation_of(children[-1].module)
     if name is None:
         raise Unfit(f"activation {type_name(children[-1].module)} has no kernel")
-    if hasattr(children[-1].module, "approximate"):
-        fact(f"{path}.approximate")
+    for attribute in ("approximate", "act"):  # of torch's GELU and of transformers' classes around functions
+        if hasattr(children[-1].module, attribute):
+            fact(f"{path}.{attribute}")
     return name
 
 
@@ -332,8 +354,11 @@ def reader(layer: nn.Module, facts: list[Fact]) -> Callable[[str], Any]:
     """A function that reads the attribute at a path, and notes what it was."""
 
     def fact(path: str) -> Any:
-        value = _at(layer, path)
+        value, parent = _at(layer, path), path.rpartition(".")[0]
         facts.append((*_owner(layer, path), value))
+        holder = _at(layer, parent) if parent else None
+        if holder is not None and not isinstance(holder, (nn.Module, Tensor)):  # a config: that it is still this one
+            facts.append((*_owner(layer, parent), holder))
         return value
 
     return fact
@@ -352,10 +377,12 @@ def bind_sparse(layer: nn.Module, spec: LayerSpec | MixtureSpec, sparse: Sparse,
     children.append(child_of(layer, sparse.router, f"{spec.home}.{sparse.router_class or entry.layer_class}", capturing=True))
     router = children[-1].module
     numbers = (*entry.live.values(), *(entry.ungrouped[:1] if entry.ungrouped else ()))
-    for path in (*(f"{sparse.router}.{name}" for name in numbers),
-                 *(f"{sparse.experts}.{name}" for name in ("has_gate", "has_bias", "is_transposed", "is_concatenated",
-                                                           "_apply_gate", "alpha", "limit"))):  # fmt: skip
-        fact(path)
+    for name in numbers:
+        if isinstance(value := fact(f"{sparse.router}.{name}"), Tensor):
+            raise Unfit(f"{sparse.router}.{name} is a {type_name(value)}, expected a number")
+    for name in ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate", "alpha", "limit",
+                 "has_post_expert_norm"):  # fmt: skip
+        fact(f"{sparse.experts}.{name}")
     if (how := fact(f"{sparse.experts}.config._experts_implementation")) not in COMPUTING:
         raise Unfit(f"experts implementation {how!r}")
     gate = read_gate(experts)
@@ -377,6 +404,8 @@ def bind_sparse(layer: nn.Module, spec: LayerSpec | MixtureSpec, sparse: Sparse,
             put(f"{name}_bias", experts._parameters, f"{leaf}_bias", sparse.experts)
     if "act_fn" in experts._modules:
         read_activation(layer, f"{sparse.experts}.act_fn", fact, children)
+    else:
+        fact(f"{sparse.experts}.act_fn")
     found = MoeSpec(entry.read(router), *gate, experts.is_transposed, not experts.is_concatenated)
     linears = {f"shared_{n}": f"{sparse.shared}.{n}_proj" for n in ("gate", "up", "down")} if sparse.shared else {}
     linears |= {"shared_router": sparse.shared_gate} if sparse.shared_gate else {}
@@ -397,18 +426,26 @@ def bind_sparse(layer: nn.Module, spec: LayerSpec | MixtureSpec, sparse: Sparse,
     return Mixture(found, weights, router, kept), [*slots.values()]
 
 
+# Classes whose forward adds a bias: others do not look at one.
+_BIASED = ("torch.nn.modules.linear.Linear", "torch.nn.modules.normalization.LayerNorm")
+
+
 def _slots(modules: Mapping[str, nn.Module]) -> dict[str, Slot]:
     """Field of BlockWeights -> the place of the parameter. A linear layer's or LayerNorm's bias may be None."""
     slots: dict[str, Slot] = {}
     for name, module in modules.items():
-        weight, bias = (module._parameters.get(n) for n in ("weight", "bias"))
-        if not isinstance(weight, Tensor):
-            raise Unfit(f"a weight of {type(module).__name__} is not a parameter")
-        if module._parameters.keys() - {"weight", "bias"} or (bias is not None and name in ("q_norm", "k_norm")):
-            raise Unfit(f"{type(module).__name__} has parameters {', '.join(module._parameters)}")
-        slots[name] = (module._parameters, "weight", weight)
+        kind, held = type(module).__name__, module._parameters
+        biased = _dotted(module) in _BIASED or kind == "Conv1D"
+        if not isinstance(held.get("weight"), Tensor) or "weight" in module.__dict__:
+            raise Unfit(f"a weight of {kind} is not a parameter")
+        if biased and ("bias" not in held or "bias" in module.__dict__):
+            raise Unfit(f"the bias of a {kind} is not a parameter")
+        known = {"weight", "bias"} if biased else {"weight"}
+        if held.keys() - known or (held.get("bias") is not None and name in ("q_norm", "k_norm")):
+            raise Unfit(f"{kind} has parameters {', '.join(held)}")
+        slots[name] = (held, "weight", held["weight"])
         if name + "_bias" in BlockWeights._fields:
-            slots[name + "_bias"] = (module._parameters, "bias", bias)
+            slots[name + "_bias"] = (held, "bias", held.get("bias"))
     for tensor in (slot[2] for slot in slots.values()):
         if tensor is not None and type(tensor) not in PLAIN_TENSORS:
             raise Unfit(f"a weight is a {type_name(tensor)}")
