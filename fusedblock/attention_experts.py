@@ -53,6 +53,12 @@ def mixture_of_attention(
     for name, t in given.items():
         if not isinstance(t, Tensor) and not (t is None and name in _SPEC.optional):
             raise TypeError(f"mixture_of_attention: {name} is {type(t).__name__}, expected a tensor")
+    for name, flag in (("renormalise", renormalise), ("interleaved", interleaved)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"mixture_of_attention: {name} is {flag!r} ({type(flag).__name__}), expected True or False")
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table is not None and table.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"mixture_of_attention: {name} requires a gradient, and there is none for it")
     sizes = _SPEC.axes({**given, "head_dim": head_dim})
     batch, seq, experts, kv_heads = (sizes[n] for n in ("batch", "seq", "experts", "kv_heads"))
     router = ops.RouterSpec(top_k, scoring=scoring, renormalise=renormalise)
@@ -87,6 +93,8 @@ def mixture_of_attention(
 
 def _past(cache: Any, layer_idx: int, shape: tuple[int, int, int, int], x: Tensor) -> int:
     """How many tokens the cache has, once it is known that it takes these keys `batch kv_heads seq head_dim`."""
+    if not isinstance(layer_idx, int) or layer_idx < 0:
+        raise ValueError(f"mixture_of_attention: layer_idx is {layer_idx!r}, expected an integer from 0 on")
     for name in ("update", "get_seq_length"):
         if not callable(getattr(cache, name, None)):
             raise TypeError(f"mixture_of_attention: cache is a {type(cache).__name__} without {name}")

@@ -246,6 +246,12 @@ ERRORS = [
     ({"cache": object()}, TypeError, "cache is a object without update"),
     ({"mask": torch.ones(2, 9, dtype=torch.bool)}, ValueError,
      "mask of shape (2, 1, 1, 9) has context=9, but q and k have context=11"),
+    ({"layer_idx": -1}, ValueError, "layer_idx is -1, expected an integer from 0 on"),
+    ({"layer_idx": "0"}, ValueError, "layer_idx is '0', expected an integer from 0 on"),
+    ({"renormalise": None}, TypeError, "renormalise is None (NoneType), expected True or False"),
+    ({"interleaved": "no"}, TypeError, "interleaved is 'no' (str), expected True or False"),
+    ({"cos": torch.ones(1, 11, HEAD_DIM // 2, requires_grad=True)}, ValueError,
+     "cos requires a gradient, and there is none for it"),
     ({"softcap": -1.0}, ValueError, "softcap=-1.0"),
     ({"window": (1, 2, 3)}, ValueError, "window=(1, 2, 3)"),
 ]  # fmt: skip

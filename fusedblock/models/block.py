@@ -43,7 +43,8 @@ class FusedBlock(nn.Module):
     Raises ValueError for a config that no kernel takes.
     """
 
-    # Not cast when a checkpoint is loaded in another dtype, as in transformers' models of these families.
+    # Not cast when a checkpoint is loaded in another dtype, as in transformers' models of these families; from 5.24 on those of
+    # GLM-4 MoE keep the router's weight too.
     _keep_in_fp32_modules_strict = frozenset(r.tensors["correction_bias"] for r in ROUTERS.values() if r.spec.correction_bias)
 
     def __init__(self, config: BlockConfig, *, device: Any = None, dtype: torch.dtype | None = None) -> None:
