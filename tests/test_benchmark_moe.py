@@ -208,7 +208,8 @@ def test_dry_run_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFix
         assert r.max_rel_error is not None and 0 < r.max_rel_error < 0.02
         assert (r.host_us is not None) == (r.case.endswith("T1"))
     reached = json.loads(path.read_text())["targets"]
-    assert {t["what"].rpartition(": ")[2] for t in reached} >= {"host us", "time to hf grouped_mm's"}
+    whats = {t["what"].rpartition(": ")[2] for t in reached}
+    assert "host us" in whats and any(what.startswith("time to hf ") for what in whats)  # which of HF's was the fastest
 
 
 @pytest.mark.slow
