@@ -15,7 +15,7 @@ from llama import tiny
 from mixtures import build
 from tiny_models import SIZES
 from torch import nn
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
 
 import fusedblock
 from fusedblock.models import alone, table
@@ -332,3 +332,17 @@ def test_an_activation_of_the_experts_that_is_a_function() -> None:
         logits(one)
         experts.act_fn = nn.functional.gelu
     torch.testing.assert_close(logits(model), logits(twin), atol=2e-5, rtol=1e-5)
+
+
+def test_fuse_says_at_once_that_every_call_falls_back() -> None:
+    """Not only after the first call: transformers loads Gemma 2 with sdpa, which has no softcap."""
+    config = Gemma2Config(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+                          intermediate_size=96, vocab_size=97)  # fmt: skip
+    model = Gemma2ForCausalLM._from_config(config, attn_implementation="sdpa").eval()
+    with pytest.raises(ValueError, match="model.layers.0: sdpa attention has no softcap"):
+        fusedblock.fuse(model, strict=True)
+    report = fusedblock.fuse(model)
+    assert "0-1: fused, but sdpa attention has no softcap (50); use attn_implementation='eager' or 'fusedblock'" in str(report)
+    model.set_attn_implementation("eager")
+    logits(model)
+    assert report.fused_calls == 2 and not report.fallback_calls

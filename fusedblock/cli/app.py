@@ -92,7 +92,8 @@ def measure(
     phase: Annotated[Phase, typer.Option(help="What the layers do.")] = Phase.prefill,
     context: Annotated[int | None, typer.Option(min=1, help="Keys to attend to.  [default: --seq; decode: 4096]")] = None,
     baseline: Annotated[
-        Baseline | None, typer.Option(help="Hugging Face's attention before the swap.  [default: sdpa; with a softcap: eager]")
+        Baseline | None,
+        typer.Option(help="Hugging Face's attention before the swap.  [default: sdpa; with a softcap or sinks: eager]"),
     ] = None,
     layer: Annotated[bool, typer.Option("--layer", help="One layer, the first (with experts), instead of the model.")] = False,
     dtype: Annotated[DType | None, typer.Option(help="Of weights and activations.  [default: the checkpoint's]")] = None,

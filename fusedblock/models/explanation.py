@@ -50,8 +50,8 @@ def workloads(phase: str | None, batch: int, seq: int | None, context: int) -> l
     for name in (phase,) if phase else PHASES:
         tokens = seq or (1 if name == "decode" else context)
         if tokens > context or (name == "train" and tokens != context):
-            limit = "the same" if name == "train" else "at most that"
-            raise ValueError(f"seq {tokens} with context {context}: {name} expects {limit}")
+            expected = f"seq {context}, as many as the context" if name == "train" else f"at most the context, {context}"
+            raise ValueError(f"explain: seq is {tokens}, {name} expects {expected}")
         made.append(Workload(name, batch, tokens, context))
     return made
 

@@ -258,6 +258,16 @@ def falls_back(layer: nn.Module, spec: table.LayerSpec | table.MixtureSpec) -> s
     return "an instance attribute 'forward' shadows the fused one" if shadowed else ""
 
 
+def _every_call(layer: nn.Module, spec: table.LayerSpec | table.MixtureSpec) -> str:
+    """Likewise, or would under the attention implementation that the model has now."""
+    if (why := falls_back(layer, spec)) or isinstance(spec, table.MixtureSpec):
+        return why
+    binding = bind(layer, spec)
+    if isinstance(binding, str):  # FSDP2's shards, about which nothing is said
+        return ""
+    return adapter.attention_refusal(binding, binding.attention.config._attn_implementation)
+
+
 def dropouts(layer: nn.Module, spec: table.LayerSpec) -> str:
     """The rates above 0, for which calls in training run the original forward: "attn.attn_dropout=0.1"; or an empty string."""
     binding = bind(layer, spec)
@@ -278,7 +288,8 @@ def fuse(model: nn.Module, *, strict: bool = False, layers: Iterable[int] | None
 
     Args:
         model: any module that contains layers of a supported family (`fusedblock families`), or one such layer.
-        strict: raise instead of leaving any layer, selected by `layers`, to its original forward. Not for a dropout rate above 0,
+        strict: raise instead of leaving any layer, selected by `layers`, to its original forward, be it for the model's attention
+            implementation (sdpa has no softcap and no sinks). Not for a dropout rate above 0,
             of which the report has a note: only calls in training run the original forward for it.
         layers: indices, in the list that holds them, of the layers to fuse, or to fuse the experts of; None: all.
 
@@ -302,7 +313,7 @@ def fuse(model: nn.Module, *, strict: bool = False, layers: Iterable[int] | None
     records = []
     for entry in entries:
         if entry.spec is not None and isinstance(entry.layer, _Fused):
-            record = entry.record("already fused", falls_back(entry.layer, entry.spec))
+            record = entry.record("already fused", _every_call(entry.layer, entry.spec))
             record = replace(record, calls=entry.layer.__dict__[STATE].calls)
         elif layers is not None and entry.index not in wanted:
             record = entry.record("skipped", "not in layers")
@@ -310,7 +321,7 @@ def fuse(model: nn.Module, *, strict: bool = False, layers: Iterable[int] | None
             record = entry.record("fallback", why)
         else:
             assert entry.spec is not None
-            record = entry.record("fused", falls_back(entry.layer, entry.spec))
+            record = entry.record("fused", _every_call(entry.layer, entry.spec))
         if isinstance(entry.spec, table.LayerSpec) and record.status in ("fused", "already fused"):
             record = replace(record, dropout=dropouts(entry.layer, entry.spec))
         records.append(record)
