@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import fusedblock
 from fusedblock import ops, registry
-from fusedblock.kernels import _driver, _launch, _replay
+from fusedblock.kernels import _driver, _graphs, _launch, _replay
 
 HIDDEN, FFN = 64, 128
 
@@ -84,6 +84,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     monkeypatch.setattr(_replay, "record", counting_record)
     monkeypatch.setattr(_replay.Fixed, "_read", counting_read)
     monkeypatch.setattr(_driver, "_enqueue", lambda: enqueue)
+    monkeypatch.setattr(_graphs, "watched", lambda: True)  # launches one by one, which are counted
     monkeypatch.setattr(_driver, "_tensor_map", lambda *args: (address, ctypes.addressof(address)))
     monkeypatch.setattr(JITFunction, "run", compiled)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
