@@ -335,14 +335,15 @@ def test_an_activation_of_the_experts_that_is_a_function() -> None:
 
 
 def test_fuse_says_at_once_that_every_call_falls_back() -> None:
-    """Not only after the first call: transformers loads Gemma 2 with sdpa, which has no softcap."""
+    """Not only after the first call: transformers 5.17 loads Gemma 2 with sdpa, which has no softcap (5.24 refuses to)."""
     config = Gemma2Config(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
                           intermediate_size=96, vocab_size=97)  # fmt: skip
-    model = Gemma2ForCausalLM._from_config(config, attn_implementation="sdpa").eval()
+    model = Gemma2ForCausalLM._from_config(config, attn_implementation="eager").eval()
+    model.config._attn_implementation = "sdpa"
     with pytest.raises(ValueError, match="model.layers.0: sdpa attention has no softcap"):
         fusedblock.fuse(model, strict=True)
     report = fusedblock.fuse(model)
     assert "0-1: fused, but sdpa attention has no softcap (50); use attn_implementation='eager' or 'fusedblock'" in str(report)
-    model.set_attn_implementation("eager")
+    model.config._attn_implementation = "eager"
     logits(model)
     assert report.fused_calls == 2 and not report.fallback_calls
