@@ -92,8 +92,8 @@ def groups(dry: bool) -> list[Group]:
 
 def choices(dry: bool) -> list[Group]:
     """What fusedblock chooses between, beside a peer that was fast: for the tables in kernels/ that hold the choice."""
-    hopper = (ASKED, *WAITS, "fusedblock, dP in one product", "fusedblock, dP in two products")
-    both = ("fusedblock, portable", ASKED, "fusedblock, dP in one product", "fusedblock, dP in two products")
+    parts = ("fusedblock, dP in one product", "fusedblock, dP in two products")
+    hopper, both = (ASKED, *WAITS, *parts), ("fusedblock, portable", ASKED, *parts)
     made = [
         *(Group("causal", Problem(16384 // seq, seq), ("sdpa, cudnn", *hopper)) for seq in (8192, 2048, 512, 16384)),
         Group("full", Problem(2, 8192, causal=False), ("sdpa, cudnn", *hopper)),

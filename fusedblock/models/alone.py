@@ -20,7 +20,7 @@ def bind_block(block: nn.Module, spec: MixtureSpec) -> BlockBinding | str:
     """Read the block: its numerics, its parameters, and what must stay as it is; or why it is not fused."""
     facts: list[Fact] = []
     try:
-        check_class(block, known_block(getattr(type(block), "_fusedblock_original", type(block))))
+        check_class(block, known_block)
         children = [child_of(block, path, f"{spec.home}.{name}") for path, name in spec.sparse.classes.items()]
         hidden = getattr(getattr(getattr(block, spec.sparse.router, None), "weight", None), "shape", (0,))[-1]
         mixture, slots = bind_sparse(block, spec, spec.sparse, hidden, reader(block, facts), children)

@@ -18,7 +18,7 @@ from .experts import COMPUTING, read_gate
 from .routers import ROUTERS
 from .sparse import Mixture
 from .table import LayerSpec, MixtureSpec, Sparse, known_class
-from .watch import Child, Fact, Slot, Watch
+from .watch import HOOKS, Child, Fact, Slot, Watch
 
 # The hooks of transformers on attention modules do nothing unless its collector, which `prepare` asks, wants attentions.
 _CAPTURING = "transformers.utils.output_capturing"
@@ -80,8 +80,11 @@ def patched(cls: type) -> str | None:
     return f"{cls.__name__}.forward is {forward.__module__}.{forward.__qualname__}"
 
 
-def _hooks(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+def other_forward(cls: type, known: type) -> str | None:
+    """Why the forward of cls is not what the class in the table, which is one of its bases, has in its module; or None."""
+    if inspect.unwrap(cls.forward) is not inspect.unwrap(known.forward):  # type: ignore[attr-defined]
+        return f"{cls.__name__} overrides the forward of {known.__name__}"
+    return patched(known)
 
 
 def _shadow(module: nn.Module) -> str | None:
@@ -155,7 +158,7 @@ def refusal(path: str, module: Any, expected: str = "", capturing: bool = False)
     shadow = _shadow(module)
     if shadow:
         return f"{path} {shadow}"
-    for hooks in _hooks(module):
+    for hooks in [getattr(module, name) for name in HOOKS]:
         for hook in hooks.values():
             if not capturing or getattr(hook, "__module__", None) != _CAPTURING:
                 return f"{path} has a hook"
@@ -228,7 +231,7 @@ def bind(layer: nn.Module, spec: LayerSpec) -> Binding | str:
 
 
 def _bind(layer: nn.Module, spec: LayerSpec) -> Binding:
-    check_class(layer, known_class(getattr(type(layer), "_fusedblock_original", type(layer))))
+    check_class(layer, known_class)
     facts: list[Fact] = []
     fact = reader(layer, facts)
     sparse = sparse_of(layer, spec)
@@ -327,15 +330,12 @@ def watch(
     return Watch(layer, children, slots, facts, [] if own is None else [own], [] if experts is None else [experts])
 
 
-def check_class(layer: nn.Module, known: type | None) -> None:
-    """Raises Unfit where a fused layer's original class has got another forward than that of the class in the table."""
+def check_class(layer: nn.Module, find: Callable[[type], type | None]) -> None:
+    """Raises Unfit where a fused layer's original class has got a forward of its own. find: known_class or known_block."""
     own = getattr(type(layer), "_fusedblock_original", None)
-    if own is None or known is None:
-        return
-    if reason := patched(known):
+    known = None if own is None else find(own)
+    if own is not None and known is not None and (reason := other_forward(own, known)):
         raise Unfit(reason)
-    if inspect.unwrap(own.forward) is not inspect.unwrap(known.forward):  # type: ignore[attr-defined]
-        raise Unfit(f"{own.__name__} overrides the forward of {known.__name__}")
 
 
 def read_activation(layer: nn.Module, path: str, fact: Callable[[str], Any], children: list[Child]) -> str:

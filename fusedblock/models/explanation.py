@@ -10,11 +10,11 @@ from torch import nn
 
 from .. import blocks
 from ..ops import deterministic, target_of
-from .adapter import OURS, attention_refusal, mask_comes
+from .adapter import OURS, mask_comes
 from .alone import bind_block
 from .binding import Binding, BlockBinding, bind
 from .report import Explanation, LayerExplanation
-from .swap import STATE, FusedLayer, FusedMixture, decoder_layers, dropouts, expert_blocks, falls_back, refusal
+from .swap import STATE, FusedLayer, FusedMixture, decoder_layers, dropouts, expert_blocks, falls_back, falls_back_now, refusal
 
 PHASES = ("prefill", "decode", "train")
 _UNFUSED = "not fused; call fusedblock.fuse(model) first"
@@ -96,11 +96,9 @@ def explain(model: nn.Module, *, batch: int = 1, seq: int | None = None, context
         if entry.spec is None or not fused:
             reason = refusal(entry.layer, entry.spec) or _UNFUSED
         else:
-            reason = falls_back(entry.layer, entry.spec)
+            reason = falls_back_now(entry.layer, entry.spec)
             if not reason:
                 bound = bind(entry.layer, entry.spec)
-            if not isinstance(bound, str):
-                reason = attention_refusal(bound, bound.attention.config._attn_implementation)
             record = replace(record, calls=entry.layer.__dict__[STATE].calls)
         record = replace(record, status="fallback" if reason else "fused", reason=reason)
         plans: tuple[tuple[str, blocks.Plan], ...] = ()

@@ -10,7 +10,6 @@ __dict__, which is neither a module nor a buffer.
 from __future__ import annotations
 
 import importlib
-import inspect
 import types
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 from .. import blocks
 from . import adapter, alone, table
-from .binding import Binding, BlockBinding, bind, classes, is_bound, is_current, patched, unsupported
+from .binding import Binding, BlockBinding, bind, classes, is_bound, is_current, other_forward, patched, unsupported
 from .interface import register_if_loaded
 from .report import BlockRecord, Calls, FusionReport, LayerRecord, ranges
 
@@ -235,9 +234,9 @@ def refusal(layer: nn.Module, spec: table.LayerSpec | table.MixtureSpec | None) 
     known = table.known_block(cls) if isinstance(spec, table.MixtureSpec) else table.known_class(cls)
     if spec is None or known is None:
         return table.waiting(cls) or f"{cls.__name__} is not supported"
-    if inspect.unwrap(cls.forward) is not inspect.unwrap(known.forward):  # type: ignore[attr-defined]
-        return f"{cls.__name__} overrides the forward of {known.__name__}"
-    for part in (known, *(alone.parts(layer, spec) if isinstance(spec, table.MixtureSpec) else classes(layer, spec))):
+    if reason := other_forward(cls, known):
+        return reason
+    for part in alone.parts(layer, spec) if isinstance(spec, table.MixtureSpec) else classes(layer, spec):
         if reason := patched(part):
             return reason
     forward = layer.__dict__.get("forward")
@@ -258,7 +257,7 @@ def falls_back(layer: nn.Module, spec: table.LayerSpec | table.MixtureSpec) -> s
     return "an instance attribute 'forward' shadows the fused one" if shadowed else ""
 
 
-def _every_call(layer: nn.Module, spec: table.LayerSpec | table.MixtureSpec) -> str:
+def falls_back_now(layer: nn.Module, spec: table.LayerSpec | table.MixtureSpec) -> str:
     """Likewise, or would under the attention implementation that the model has now."""
     if (why := falls_back(layer, spec)) or isinstance(spec, table.MixtureSpec):
         return why
@@ -289,8 +288,8 @@ def fuse(model: nn.Module, *, strict: bool = False, layers: Iterable[int] | None
     Args:
         model: any module that contains layers of a supported family (`fusedblock families`), or one such layer.
         strict: raise instead of leaving any layer, selected by `layers`, to its original forward, be it for the model's attention
-            implementation (sdpa has no softcap and no sinks). Not for a dropout rate above 0,
-            of which the report has a note: only calls in training run the original forward for it.
+            implementation (sdpa has no softcap and no sinks). Not for a dropout rate above 0, of which the report has a note:
+            only calls in training run the original forward for it.
         layers: indices, in the list that holds them, of the layers to fuse, or to fuse the experts of; None: all.
 
     Returns a FusionReport with one LayerRecord for each layer, and a BlockRecord for each block of experts that is fused alone.
@@ -313,7 +312,7 @@ def fuse(model: nn.Module, *, strict: bool = False, layers: Iterable[int] | None
     records = []
     for entry in entries:
         if entry.spec is not None and isinstance(entry.layer, _Fused):
-            record = entry.record("already fused", _every_call(entry.layer, entry.spec))
+            record = entry.record("already fused", falls_back_now(entry.layer, entry.spec))
             record = replace(record, calls=entry.layer.__dict__[STATE].calls)
         elif layers is not None and entry.index not in wanted:
             record = entry.record("skipped", "not in layers")
@@ -321,7 +320,7 @@ def fuse(model: nn.Module, *, strict: bool = False, layers: Iterable[int] | None
             record = entry.record("fallback", why)
         else:
             assert entry.spec is not None
-            record = entry.record("fused", _every_call(entry.layer, entry.spec))
+            record = entry.record("fused", falls_back_now(entry.layer, entry.spec))
         if isinstance(entry.spec, table.LayerSpec) and record.status in ("fused", "already fused"):
             record = replace(record, dropout=dropouts(entry.layer, entry.spec))
         records.append(record)

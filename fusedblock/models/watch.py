@@ -119,15 +119,5 @@ def _grouped(
         if present:
             found.append((owner, _reader(tuple(present)), tuple(present.values()), is_ if stable else _equal))
         lacking = [name for name in known if name not in present and id(owner) not in watched]
-        found += [(owner, _Lacking(name), (None,), is_) for name in lacking]
+        found += [(owner, lambda of, name=name: (getattr(of, name, None),), (None,), is_) for name in lacking]
     return tuple(found), entries
-
-
-class _Lacking:
-    """Reads an attribute that is not there."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __call__(self, owner: Any) -> tuple[Any]:
-        return (getattr(owner, self.name, None),)
