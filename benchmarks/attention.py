@@ -21,7 +21,7 @@ from fusedblock.metering.report import table
 from fusedblock.metering.timing import input_sets
 
 from . import command
-from .attention_forms import BIAS_TILES, COMPILED, FORMS, WAITS, WAYS, Form, within
+from .attention_forms import BIAS_TILES, COMPILED, FORMS, WAYS, Form, within
 from .attention_problem import Inputs, Problem, make_inputs, plain
 from .command import tiny
 from .engine import Candidate, Case
@@ -92,15 +92,12 @@ def groups(dry: bool) -> list[Group]:
 
 def choices(dry: bool) -> list[Group]:
     """What fusedblock chooses between, beside a peer that was fast: for the tables in kernels/ that hold the choice."""
-    parts = ("fusedblock, dP in one product", "fusedblock, dP in two products")
-    hopper, both = (ASKED, *WAITS, *parts), ("fusedblock, portable", ASKED, *parts)
+    hopper = (ASKED, "fusedblock, dP in one product", "fusedblock, dP in two products")
+    both = ("fusedblock, portable", *hopper)
     made = [
         *(Group("causal", Problem(16384 // seq, seq), ("sdpa, cudnn", *hopper)) for seq in (8192, 2048, 512, 16384)),
         Group("full", Problem(2, 8192, causal=False), ("sdpa, cudnn", *hopper)),
         Group("causal", Problem(4, 4096, head_dim=64), ("sdpa, cudnn", *hopper)),
-        Group("causal", Problem(4, 4096, heads=16, kv_heads=16, head_dim=256), ("sdpa, cudnn", ASKED, *WAITS)),
-        *(Group("causal, heads first", Problem(16384 // seq, seq, heads_first=True), ("sdpa, cudnn", "fa4", ASKED))
-          for seq in (8192, 2048)),
         *(Group(label, Problem(4, 2048, bias=True, **change), ("flex", "fusedblock", *BIAS_TILES)) for label, change in (
             ("bias", {"causal": False}), ("causal bias", {}), ("bias", {"causal": False, "head_dim": 64}))),
         Group("window 128", Problem(2, 8192, left=127), both),

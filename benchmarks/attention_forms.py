@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fusedblock
-from fusedblock.kernels import attention, attention_backward, attention_hopper, attention_hopper_backward
+from fusedblock.kernels import attention, attention_backward, attention_hopper_backward
 from fusedblock.kernels._attention_skeleton import forced
 
 from .attention_problem import BLOCK, Inputs, Problem
@@ -247,17 +247,12 @@ BIAS_TILES = dict([
       for pair in (*((kv, _Q[0]) for kv in _KV), *((_KV[0], q) for q in _Q[1:]))),
 ])  # fmt: skip
 _PARTS = (attention_hopper_backward, "PARTS")
-WAITS = {
-    f"fusedblock, P V after {n} of 4": Way("hopper", {(attention_hopper, "WAITS"): dict.fromkeys((64, 128, 256), n)}, "forward")
-    for n in (1, 2, 3)
-}
 WAYS = {
     "fusedblock, portable": Way("portable"),
     "fusedblock, Hopper": Way("hopper"),
     "fusedblock, short": Way("short", direction="forward"),
     "fusedblock, dP in two products": Way("hopper", {_PARTS: {64: 32, 128: 64}}, "backward"),
     "fusedblock, dP in one product": Way("hopper", {_PARTS: {}}, "backward"),
-    **WAITS,
     **BIAS_TILES,
 }
 

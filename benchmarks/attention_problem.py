@@ -19,7 +19,7 @@ FP8 = torch.float8_e4m3fn
 class Problem:
     """Query i stands at key position i + keys - seq. left: how many keys before its own it attends, -1 for all; prefix: keys of
     each sequence that all its queries attend; documents: lengths of those packed into one sequence; page: keys of a page, 0 for
-    keys in a row. heads_first: in memory the rows of a head lie together, as in a cache, and not those of a token."""
+    keys in a row."""
 
     batch: int
     seq: int
@@ -38,7 +38,6 @@ class Problem:
     block_map: bool = False
     page: int = 0
     fp8: bool = False
-    heads_first: bool = False
 
     @property
     def keys(self) -> int:
@@ -142,14 +141,13 @@ def make_inputs(p: Problem, device: torch.device, seed: int = 0, backward: bool 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
 
-    def rows(seq: int, heads: int) -> Tensor:
-        if p.heads_first:
-            return random(p.batch, heads, seq, p.head_dim).transpose(1, 2)
-        return random(p.batch, seq, heads, p.head_dim)
-
-    made = Inputs(rows(p.seq, p.heads), rows(p.keys, p.kv_heads), rows(p.keys, p.kv_heads))
+    made = Inputs(
+        random(p.batch, p.seq, p.heads, p.head_dim),
+        random(p.batch, p.keys, p.kv_heads, p.head_dim),
+        random(p.batch, p.keys, p.kv_heads, p.head_dim),
+    )
     if backward:
-        made.grad_out = rows(p.seq, p.heads)
+        made.grad_out = random(*made.q.shape)
     if p.sinks:
         made.sinks = random(p.heads)
     if p.alibi:
@@ -168,8 +166,8 @@ def make_inputs(p: Problem, device: torch.device, seed: int = 0, backward: bool 
         table = torch.randperm(p.batch * pages, generator=generator, device=device)
         for name in ("k", "v"):
             paged = torch.empty(p.batch * pages, p.page, p.kv_heads, p.head_dim, device=device, dtype=torch.bfloat16)
-            cut = rearrange(getattr(made, name), "batch (pages page) heads dim -> (batch pages) page heads dim", page=p.page)
-            made.ours[name] = paged.index_copy_(0, table, cut)
+            rows = rearrange(getattr(made, name), "batch (pages page) heads dim -> (batch pages) page heads dim", page=p.page)
+            made.ours[name] = paged.index_copy_(0, table, rows)
         made.ours["block_table"] = table.int().view(p.batch, pages)
         made.ours["seqused_k"] = torch.full((p.batch,), p.keys, dtype=torch.int32, device=device)
     if p.fp8:

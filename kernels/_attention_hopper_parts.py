@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ._attention_tiles import COLUMNS, planned, schedule_slots
-from ._gluon import add_four, gl, gluon, hold_each, reciprocal, warpgroup_mma_wait
+from ._gluon import add_four, gl, gluon, reciprocal, warpgroup_mma_wait
 from ._lang import cdiv, tl, triton
 
 ROWS = 64  # queries of a tile, and keys of a consumer
@@ -43,66 +43,6 @@ def by_thread(x):
     """x [64, N] as [64, 4, N / 4], so that the last axis is one thread's: the four threads of a row meet once per tile."""
     N: gl.constexpr = x.shape[1]
     return x.reshape([64, N // 8, 4, 2]).permute([0, 2, 1, 3]).reshape([64, 4, N // 4])
-
-
-@gluon.jit
-def by_column(x):
-    """by_thread undone."""
-    N: gl.constexpr = 4 * x.shape[2]
-    return x.reshape([64, 4, N // 8, 2]).permute([0, 2, 1, 3]).reshape([64, N])
-
-
-@gluon.jit
-def _quarters(x):
-    """The columns of x [64, N] in four, each by_thread."""
-    even, odd = x.reshape([64, 2, 2, x.shape[1] // 4]).permute([0, 3, 1, 2]).split()
-    a, c = even.split()
-    b, d = odd.split()
-    return by_thread(a), by_thread(b), by_thread(c), by_thread(d)
-
-
-@gluon.jit
-def _zero_of(x):
-    """0 for each row and thread of x [64, N], whatever x is, which ptxas does not know."""
-    x = by_thread(x)
-    for _ in gl.static_range(6):
-        if x.shape[2] > 1:
-            x, _other = x.reshape([64, 4, x.shape[2] // 2, 2]).split()
-    return gl.minimum(gl.abs(x), 0.0)
-
-
-@gluon.jit
-def weights_around(s, shift, scale, flying, WAIT: gl.constexpr):
-    """(exp2(s * scale - shift) of s [64, N], its sums by thread [64, 4], the product that is flying), which is waited
-    for after WAIT quarters of the exponentials and before the others.
-
-    Left to itself ptxas puts the wait anywhere among them. So what may not move across it needs the sums of those before it, and
-    those after it need a number of the product's."""
-    layout: gl.constexpr = s.type.layout
-    a, b, c, d = _quarters(s)
-    early = gl.convert_layout(shift, gl.SliceLayout(1, gl.SliceLayout(2, a.type.layout)))[:, None, None]
-    a = gl.exp2(a * scale - early)
-    before = gl.sum(a, 2)
-    if WAIT > 1:
-        b = gl.exp2(b * scale - early)
-        before += gl.sum(b, 2)
-    if WAIT > 2:
-        c = gl.exp2(c * scale - early)
-        before += gl.sum(c, 2)
-    hold_each(before)
-    acc = warpgroup_mma_wait(0, deps=(flying,))
-    late = early + gl.convert_layout(_zero_of(acc), a.type.layout)
-    d = gl.exp2(d * scale - late)
-    after = gl.sum(d, 2)
-    if WAIT < 3:
-        c = gl.exp2(c * scale - late)
-        after += gl.sum(c, 2)
-    if WAIT < 2:
-        b = gl.exp2(b * scale - late)
-        after += gl.sum(b, 2)
-    halves = gl.join(gl.join(by_column(a), by_column(c)), gl.join(by_column(b), by_column(d)))
-    weights = halves.permute([0, 2, 3, 1]).reshape([64, s.shape[1]])
-    return gl.convert_layout(weights, layout), before + after, acc
 
 
 @gluon.jit

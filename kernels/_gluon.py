@@ -106,22 +106,9 @@ def one_less_square(x):
 
 
 @gluon.jit
-def hold_each(x):
-    """`hold` of few numbers, whoever holds them."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .b32 t; mov.b32 t, $1; setp.lt.s32 p, t, 0; @p st.shared.u32 [t], t; mov.u32 $0, 0; }",
-        "=r,f",
-        [x],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
 def hold(x):
-    """Products that come after this are issued, and waited for, after x, which is fp32, not negative, and held by a thread in
-    fours: ptxas moves them past all but a store. This store never happens, which ptxas does not know."""
+    """Products that come after this are issued after x, which is fp32, not negative, and held by a thread in fours: ptxas moves
+    them past all but a store. This store never happens, which ptxas does not know."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 t; or.b32 t, $4, $5; or.b32 t, t, $6; or.b32 t, t, $7; setp.lt.s32 p, t, 0;"
         " @p st.shared.u32 [t], t; mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; }",

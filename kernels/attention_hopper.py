@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from . import _hopper_map
-from ._attention_hopper_parts import by_thread, masked_rows, next_stage, pieces_of, tanh, weights_around
+from ._attention_hopper_parts import by_thread, masked_rows, next_stage, pieces_of, tanh
 from ._attention_tiles import LOG2E
 from ._attention_tiles import schedule as schedule_segments
 from ._gluon import (
@@ -86,20 +86,14 @@ class Config:
     k_stages: int  # 3 at most: each stage has a named barrier
     v_stages: int
     pingpong: bool
-    wait: int = 0
-
-
-# head_dim -> quarters of the exponentials before the wait for P V, 1 to 3; else it comes where ptxas puts it: at head_dim 128
-# before 18 of the 66 (causal) or all of them (else); 38 in a form of this kernel that took 2 to 4 % less. Not measured yet.
-WAITS: dict[int, int] = {}
 
 
 def configure(head_dim: int, bounded: bool) -> Config:
     # H200, 2026-11-29: a third stage, three consumers and other orders of waiting gain nothing at head_dim 64 and 128. Not
     # measured: what 192 and 256 have, where no more fits beside the rings than one tile of q and half of out.
     if head_dim == 256:
-        return Config(64, 2, 2, True, WAITS.get(head_dim, 0))
-    return Config(128, 2, 2, bounded or head_dim == 64, WAITS.get(head_dim, 0))
+        return Config(64, 2, 2, True)
+    return Config(128, 2, 2, bounded or head_dim == 64)
 
 
 # ---- the kernel --------------------------------------------------------------------------------------------------------------
@@ -209,7 +203,7 @@ def _consumer(
     CID: gl.constexpr, out, lse, table, sinks, q_s, q2_s, k_s, k2_s, v_s, out_s, q_full, q_empty, k_full, v_full, rounds,
     row_tiles, seq, context, heads, low, high, lists, list_b, list_h, scale, cap, D: gl.constexpr, BN: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, EDGES: gl.constexpr, PINGPONG: gl.constexpr, PACKED: gl.constexpr,
-    EMPTY: gl.constexpr, WAIT: gl.constexpr,
+    EMPTY: gl.constexpr,
 ):  # fmt: skip
     """scale: of base-2 logits. EDGES: blocks from the right that need a mask, with LEFT besides those that reach past `low`.
     RIGHT: 0 without a bound, 1 with one inside the context, 2 where it may lie outside. EMPTY: rows may see no key."""
@@ -293,15 +287,10 @@ def _consumer(
                             s = masked_rows(s, row, n, keys, least, most, BN, LEFT, RIGHT)
                         new = gl.maximum(m, gl.max(s, 1) * scale)
                         shrink = gl.exp2(m - new)
-                        if WAIT > 0:
-                            p, added, acc = weights_around(s, new, scale, flying_acc, WAIT)
-                            added = gl.convert_layout(added, l.type.layout)
-                        else:
-                            p = gl.exp2(s * scale - new[:, None])
-                            added = gl.sum(by_thread(p), 2)
-                            acc = warpgroup_mma_wait(0, deps=(flying_acc,))
-                        l = l * gl.convert_layout(shrink, gl.SliceLayout(1, l.type.layout))[:, None] + added
+                        p = gl.exp2(s * scale - new[:, None])
+                        l = l * gl.convert_layout(shrink, gl.SliceLayout(1, l.type.layout))[:, None] + gl.sum(by_thread(p), 2)
                         m = new
+                        acc = warpgroup_mma_wait(0, deps=(flying_acc,))
                         bar_arrive(13 + v_stage, 288)
                         v_stage, v_phase = next_stage(v_stage, v_phase, V_STAGES)
                         acc = acc * gl.convert_layout(shrink, acc_rows)[:, None]
@@ -354,7 +343,7 @@ def _forward_kernel(
     q, q2, k, k2, v, out, lse, table, sinks, scale, cap, rounds, row_tiles, seq, context, heads, group, low, high,
     lists, list_b, list_h, D: gl.constexpr, BN: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, EDGES: gl.constexpr, PINGPONG: gl.constexpr, PACKED: gl.constexpr,
-    EMPTY: gl.constexpr, WAIT: gl.constexpr,
+    EMPTY: gl.constexpr,
 ):  # fmt: skip
     """scale and cap: scale * log2(e) and None, or softcap * log2(e) and scale / softcap. With PACKED low and high count from
     where a query stands, lse lies seq apart for heads and `heads` apart for tokens that begin a sequence. q2, k2: columns from
@@ -377,10 +366,10 @@ def _forward_kernel(
         [
             (_consumer, (0, out, lse, table, sinks, q_s, q2_s, k_s, k2_s, v_s, out_s, q_full, q_empty, k_full, v_full, rounds,
                          row_tiles, seq, context, heads, low, high, lists, list_b, list_h, scale, cap, D, BN, LEFT, RIGHT, EDGES,
-                         PINGPONG, PACKED, EMPTY, WAIT)),
+                         PINGPONG, PACKED, EMPTY)),
             (_consumer, (1, out, lse, table, sinks, q_s, q2_s, k_s, k2_s, v_s, out_s, q_full, q_empty, k_full, v_full, rounds,
                          row_tiles, seq, context, heads, low, high, lists, list_b, list_h, scale, cap, D, BN, LEFT, RIGHT, EDGES,
-                         PINGPONG, PACKED, EMPTY, WAIT)),
+                         PINGPONG, PACKED, EMPTY)),
             (_producer, (q, q2, k, k2, v, table, q_s, q2_s, k_s, k2_s, v_s, q_full, q_empty, k_full, v_full, rounds, row_tiles,
                          seq, context, heads, group, low, high, lists, list_b, list_h, BN, LEFT, RIGHT, PACKED, EMPTY)),
         ],
@@ -461,6 +450,6 @@ def launch(
              row_tiles, seq, context, lse_step if packed else heads, group, offset - left, offset + right, *walks),
             {"D": v_dim, "BN": bn, "K_STAGES": config.k_stages, "V_STAGES": config.v_stages, "LEFT": left >= 0,
              "RIGHT": min(right + 1, 2), "EDGES": edges, "PINGPONG": config.pingpong, "PACKED": packed,
-             "EMPTY": packed or mapped or (right >= 0 and context < seq), "WAIT": config.wait, "num_warps": 4, "maxnreg": 168},
+             "EMPTY": packed or mapped or (right >= 0 and context < seq), "num_warps": 4, "maxnreg": 168},
         )  # fmt: skip
     return out, lse

@@ -177,16 +177,6 @@ def test_values_in_more_orders(causal: bool, seed: int):
     check(Case(256, 384, causal), seed)
 
 
-WAITS = [(case, wait) for case in (*CASES[:4], QUICK[1], QUICK[5], QUICK[7], QUICK[9]) for wait in (1, 2, 3)]
-
-
-@pytest.mark.parametrize("case, wait", [(QUICK[0], 2), *(pytest.param(*row, marks=pytest.mark.slow) for row in WAITS)], ids=str)
-def test_values_with_the_wait_among_the_exponentials(case: Case, wait: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(attention_hopper, "WAITS", dict.fromkeys((64, 128, 192, 256), wait))
-    for seed in range(2):
-        check(case, seed)
-
-
 # They decide who goes first, and leave no barrier half full at the end: no result depends on them.
 FREE = {"_take_turn: bar_sync(8 + CID, 256)", "_producer: bar_sync(10 + c, 288)", "_producer: bar_sync(13 + c, 288)"}
 
@@ -343,19 +333,3 @@ def test_order_in_the_main_loops(case: Case):
         # matter.
         assert marks.count("MUFU.EX2") == block_n // 2 * (1 + (case.softcap > 0)) + 2
         assert marks[values + 1 :].count("MUFU.EX2") > 0
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(_lang.VERSION != (3, 6), reason="holds for the ptxas that the measured version had")
-@pytest.mark.parametrize("wait", [1, 2, 3])
-@pytest.mark.parametrize("case", [PLAIN, *(replace(PLAIN, head_dim=d, causal=c) for d in (128, 256) for c in (True, False))],
-                         ids=str)
-def test_the_wait_is_where_it_is_asked_for(case: Case, wait: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(attention_hopper, "WAITS", {case.head_dim: wait})
-    kernel = compiled.__wrapped__(case)
-    assert aot.problems([kernel], HOPPER, wgmma=True, max_spill_bytes=aot.spills(0)) == []
-    for loop in re.split(r"^\.L_x_\d+:", machine_code(kernel), flags=re.MULTILINE):
-        if "gsb0, 0x1" in loop:
-            marks = re.findall(r"MUFU\.EX2|gsb0, 0x0", loop)
-            quarter = (len(marks) - 3) // 4  # beside the factors of two rows, and the wait
-            assert wait * quarter <= marks.index("gsb0, 0x0") <= wait * quarter + 2

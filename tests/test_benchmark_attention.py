@@ -104,13 +104,6 @@ def test_formula_in_pieces_is_the_formula(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.undo()
 
 
-def test_heads_first_in_memory() -> None:
-    p = Problem(2, 24, heads=4, kv_heads=2, head_dim=8, heads_first=True)
-    given = make_inputs(p, CPU, backward=True)
-    for t, heads in ((given.q, 4), (given.k, 2), (given.v, 2), (given.grad_out, 4), (given.fresh().k, 2)):
-        assert t is not None and t.shape == (2, 24, heads, 8) and t.transpose(1, 2).is_contiguous()
-
-
 def test_pages_and_fp8_hold_what_the_others_get() -> None:
     paged = TINY["paged decode, H4/2 D16 B2 KV64"].problem
     given = make_inputs(paged, CPU)
