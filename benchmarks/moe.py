@@ -113,21 +113,21 @@ def choices(dry: bool) -> list[Group]:
 
     grouped = {kind: _names(f"gate_up {kind}", f"down {kind}") for kind in (16, 64, 128)}
     made = [
-        one(QWEN, 1, "vector", "stream", "grouped", *_names("vector"), quick=True),
-        one(MIXTRAL, 1, "vector", "stream", "grouped", *_names("vector")),
+        one(QWEN, 1, "vector", "few", "grouped", *_names("vector"), quick=True),
+        one(MIXTRAL, 1, "vector", "few", "grouped", *_names("vector")),
+        *(one(label, tokens, "few", "grouped") for tokens in (2, 8) for label in (QWEN, MIXTRAL)),
+        one(QWEN, 16, "few", "grouped", "rows 32", *grouped[16]), one(MIXTRAL, 16, "few", "grouped", "rows 32", *grouped[16]),
+        one(QWEN, 64, "few", "grouped", "rows 32", *grouped[16]), one(MIXTRAL, 64, "few", "grouped", "rows 16", *grouped[16]),
+        *(one(label, 128, "few", "grouped") for label in (QWEN, MIXTRAL)),
         *(gradients(label, kind) for kind in ("grad_weight", "grad_hidden", "grad_rows") for label in (QWEN, MIXTRAL)),
-        *(one(label, tokens, "stream", "grouped") for tokens in (2, 4, 8, 32, 128) for label in (QWEN, MIXTRAL)),
-        *(one(label, tokens, "stream", "grouped", *more, *_names("stream"))
-          for tokens, more in ((16, ("rows 32",)), (64, ("rows 16", "rows 32", "rows 64"))) for label in (QWEN, MIXTRAL)),
-        one(QWEN, 256, "stream", "grouped", "rows 16", "rows 64", *grouped[16]),
-        one(MIXTRAL, 256, "stream, rows 64", "grouped", "rows 64"),
+        one(QWEN, 256, "rows 16", "rows 64", *grouped[16]), one(MIXTRAL, 256, "rows 64"),
         one(QWEN, 512, "rows 16", "rows 32", "rows 128", *grouped[64], quick=True),
         one(MIXTRAL, 512, "rows 16", "rows 32", "rows 64", *grouped[128]),
         one(QWEN, 4096, "rows 32", "rows 64", *grouped[128]), one(MIXTRAL, 4096, "rows 64", *grouped[128]),
         one(QWEN, 16384, "rows 64", *grouped[128]), one(MIXTRAL, 16384, "rows 64", *grouped[128]),
         *(router(label, tokens, kind) for label in (QWEN, MIXTRAL)
           for tokens, kind in ((1, "few"), (64, "few"), (512, "some"), (4096, "many"), (16384, "many"))),
-        one(OSS, 1, "vector", "stream", "grouped", *_names("vector_columns")),
+        one(OSS, 1, "vector", "few", "grouped", *_names("vector_columns")),
     ]  # fmt: skip
     return tiny(made) if dry else made
 

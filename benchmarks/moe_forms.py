@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -112,10 +111,10 @@ def _fused(block: int) -> tuple[str, Way]:
     return f"router fused {block}", Way({(moe_route, "configure"): configure}, router=True)
 
 
-def _split(name: str, block: int, rows: int, columns: int, parts: int, single: bool = False) -> tuple[str, Way]:
+def _split(name: str, block: int, rows: int, columns: int, parts: int, last: bool = False) -> tuple[str, Way]:
     def configure(tokens: int, experts: int, itemsize: int, target: Target) -> moe_route.Config:
         cols = min(columns, index_block(experts))
-        return moe_route.Config(block, single, False, rows, cols, parts, *moe_route._ring(rows + cols, itemsize, target))
+        return moe_route.Config(block, last, False, rows, cols, parts, *moe_route._ring(rows + cols, itemsize, target))
 
     return f"router {name} {block}, {rows}x{columns} in {parts}", Way({(moe_route, "configure"): configure}, router=True)
 
@@ -124,8 +123,7 @@ def _form(name: str) -> Way:
     return Way({(_moe, "form"): lambda *_: name})
 
 
-FORM_WAYS = {"vector": _form("vector"), "stream": _form("stream"), "grouped": _form("grouped")}
-STREAM_64 = {"stream, rows 64": dataclasses.replace(_form("stream"), rows=64)}  # where 128 would be chosen
+FORM_WAYS = {name: _form(name) for name in ("vector", "few", "grouped")}
 ROW_WAYS = {f"rows {rows}": Way(rows=rows) for rows in _moe.TILE_ROWS}
 _T, _S = {"tma": True}, {"tma": True, "swap": True}
 _TWO = {**_T, "per_sm": 2}  # as many as registers and shared memory let be there at once
@@ -133,17 +131,16 @@ _TWO = {**_T, "per_sm": 2}  # as many as registers and shared memory let be ther
 CONFIGS = {
     "gate_up 16": (_config("gate_up", 64, 128, 4, 4, **_S, per_sm=3), _config("gate_up", 128, 64, 4, 6, **_S, per_sm=2),
                    _config("gate_up", 256, 64, 4, 4, **_S, per_sm=2), _config("gate_up", 64, 256, 4, 3, **_S, per_sm=2)),
-    "gate_up 64": (_config("gate_up", 128, 64, 4, 4, **_TWO), _config("gate_up", 256, 64, 4, 4, **_T),
-                   _config("gate_up", 256, 64, 8, 4, **_T), _config("gate_up", 128, 128, 8, 3, **_T)),
+    "gate_up 64": (_config("gate_up", 128, 64, 4, 4, **_TWO), _config("gate_up", 128, 128, 4, 3, **_TWO),
+                   _config("gate_up", 256, 64, 4, 4, **_T), _config("gate_up", 128, 128, 8, 3, **_T)),
     "gate_up 128": (_config("gate_up", 128, 64, 4, 4, **_T), _config("gate_up", 256, 64, 8, 3, **_T),
                     _config("gate_up", 128, 128, 8, 3, **_T), _config("gate_up", 256, 128, 8, 2, **_T)),
-    "down 16": (_config("down", 128, 128, 4, 3, **_S, per_sm=2), _config("down", 64, 256, 4, 3, **_S)),
+    "down 16": (_config("down", 128, 128, 4, 3, **_S, per_sm=2), _config("down", 64, 256, 4, 3, **_S),
+                _config("down", 64, 128, 4, 4, **_S, per_sm=2)),
     "down 64": (_config("down", 128, 64, 4, 4, **_TWO), _config("down", 256, 64, 8, 4, **_T),
                 _config("down", 256, 64, 4, 4, **_T), _config("down", 128, 128, 8, 3, **_T)),
     "down 128": (_config("down", 128, 64, 4, 4, **_T), _config("down", 256, 64, 8, 3, **_T),
                  _config("down", 128, 128, 8, 3, **_T), _config("down", 256, 128, 8, 2, **_T)),
-    "stream": tuple(_config("stream", *numbers) for numbers in (
-        (16, 256, 4, 6), (16, 128, 2, 8), (16, 128, 4, 8), (32, 128, 4, 5), (32, 256, 4, 3), (16, 512, 4, 2))),
     "vector": tuple(_config("vector", *numbers) for numbers in (
         (2, 512, 4, 4), (8, 512, 4, 4), (4, 1024, 4, 4), (4, 512, 2, 4), (8, 256, 4, 4), (4, 256, 4, 4))),
     "vector_columns": tuple(_config("vector_columns", *numbers) for numbers in (
@@ -159,14 +156,14 @@ CONFIGS = {
 }  # fmt: skip
 CONFIG_WAYS = dict(way for ways in CONFIGS.values() for way in ways)
 ROUTERS = {
-    "few": tuple(_split("single", 64, 16, 16, parts, True) for parts in (4, 8, 16)),
+    "few": tuple(_split("few", block, 16, 16, parts, True) for block, parts in ((8, 4), (8, 16), (4, 8))),
     "some": (*(_split("split", 16, 64, 64, parts) for parts in (2, 8)), _split("split", 32, 64, 64, 4),
              _split("split", 16, 32, 64, 4), _fused(16), _fused(32)),
     "many": (_fused(16), _fused(32), _fused(64), _split("split", 32, 128, 128, 1), _split("split", 32, 64, 64, 2)),
 }  # fmt: skip
 ROUTER_WAYS = dict(way for ways in ROUTERS.values() for way in ways)
 WAYS: dict[str, Way] = {
-    **FORM_WAYS, **STREAM_64, **ROW_WAYS, **CONFIG_WAYS, **ROUTER_WAYS,
+    **FORM_WAYS, **ROW_WAYS, **CONFIG_WAYS, **ROUTER_WAYS,
 }  # fmt: skip
 
 FORMS: dict[str, Callable[[Problem, Weights], Form]] = {

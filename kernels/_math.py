@@ -45,6 +45,14 @@ def tile_order(t, num_m, num_n, GROUP: tl.constexpr):
 
 
 @triton.jit
+def last_of(counter, number):
+    """Whether this program is the last of `number` to come here: it may read all that the others wrote. counter: an int32 that an
+    earlier launch set to 0."""
+    tl.debug_barrier()  # every thread's writes are made before the program says so
+    return tl.atomic_add(counter, 1) == number - 1
+
+
+@triton.jit
 def sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ._lang import tl, triton
 from ._launch import descriptor, tma_ready
 from ._math import activate, activate_grad, check_activation, plain_activate, plain_activate_backward, sigmoid, tile_order
-from ._moe_index import BY_LENGTH, STREAM_TOKENS, by_length, height, max_tiles
+from ._moe_index import BY_LENGTH, FEW_TOKENS, by_length, height, max_tiles
 from ._spec import Args, ShapeError, Sizes
 from ._target import Target
 
@@ -148,8 +148,8 @@ class Config:
 
 TILE_ROWS = (16, 32, 64, 128)
 # Kinds: "gate_up" (block_n counts gate and up together), "down" and "grad_rows" (grad of x's rows), "grad_hidden" (through the
-# down product and the activation), "stream" (down and combine of few tokens); and, whatever the tile rows, "grad_weight" and
-# "vector" (one token; block_k of the long axis, "vector_columns" where the weight's columns are dense).
+# down product and the activation); and, whatever the tile rows, "grad_weight" and "vector" (one token; block_k of the long axis,
+# "vector_columns" where the weight's columns are dense).
 Table = dict[str, Any]
 # H200, a prototype's plain Triton kernels of these tiles, 2026-11-29, CUDA graphs, whole block with its router, beside
 # transformers' grouped_mm: E128 k8 H2048 I768 T16384 2.28 ms (6.85), T4096 0.715 (1.92), T512 0.357 (0.641), T64 0.351 (0.549),
@@ -158,7 +158,7 @@ Table = dict[str, Any]
 _SM90: Table = {
     "gate_up": {
         16: Config(128, 128, 4, 3, tma=True, swap=True, per_sm=2), 32: Config(128, 128, 4, 3, tma=True, swap=True, per_sm=2),
-        64: Config(128, 128, 4, 3, tma=True, per_sm=2), 128: Config(256, 64, 8, 4, tma=True),
+        64: Config(256, 64, 8, 4, tma=True), 128: Config(256, 64, 8, 4, tma=True),
     },
     "down": {
         16: Config(64, 128, 4, 4, tma=True, swap=True, per_sm=3), 32: Config(64, 128, 4, 4, tma=True, swap=True, per_sm=3),
@@ -174,7 +174,6 @@ _SM90: Table = {
     },
     # Of these stages, one level is the index's: three buffers of operands.
     "grad_weight": Config(128, 64, 4, 6, tma=True, per_sm=2, block_m=128),
-    "stream": {16: Config(16, 256, 2, 6), 32: Config(16, 256, 4, 5), 64: Config(16, 128, 4, 6)},
     "vector": Config(4, 512, 4, 4), "vector_columns": Config(64, 32, 4, 4),
 }  # fmt: skip
 # A100: not measured, chosen by registers and shared memory (a "vector" of 4 rows spills).
@@ -185,7 +184,6 @@ _SM80: Table = {
     "grad_hidden": {16: Config(64, 64, 4, 4), 32: Config(64, 64, 4, 4, split=2), 64: Config(64, 64, 4, 3, split=2),
                     128: Config(64, 32, 8, 4, split=2)},
     "grad_weight": Config(128, 32, 8, 4, block_m=128),
-    "stream": {16: Config(16, 128, 2, 4), 32: Config(16, 128, 4, 4), 64: Config(16, 64, 4, 4)},
     "vector": Config(2, 512, 4, 4), "vector_columns": Config(64, 32, 4, 4),
 }  # fmt: skip
 
@@ -200,7 +198,7 @@ def _changed(table: Table, **most: int) -> Table:
 
 
 _SM86 = {**_changed(_SM80, num_stages=3, block_k=64), "vector": _SM90["vector"]}  # 99 KB
-_SM100 = {**_changed(_SM80, block_k=64), "stream": _SM80["stream"], "vector": _SM90["vector"]}
+_SM100 = {**_changed(_SM80, block_k=64), "vector": _SM90["vector"]}
 _GFX942 = {**_changed(_SM80, num_stages=2, block_k=64), "vector": replace(_SM90["vector"], num_stages=2)}
 # fp32 runs on the FMA pipes (no tf32): small tiles, few registers.
 _FP32: Table = {
@@ -208,7 +206,6 @@ _FP32: Table = {
         m: Config(64, 32, 8 if m >= 64 else 4, 2) for m in TILE_ROWS
     }),
     "grad_weight": Config(64, 32, 8, 2, block_m=64),
-    "stream": {16: Config(16, 64, 2, 2), 32: Config(16, 32, 4, 2), 64: Config(16, 32, 4, 2)},
     "vector": Config(4, 256, 4, 2), "vector_columns": Config(64, 16, 4, 2),
 }  # fmt: skip
 _TABLES = {"sm_80": _SM80, "sm_86": _SM86, "sm_90": _SM90, "sm_100": _SM100, "gfx942": _GFX942}
@@ -236,10 +233,10 @@ def configure(kind: str, tile_rows: int, itemsize: int, target: Target) -> Confi
 
 
 def form(tokens: int, tile_rows: int, target: Target) -> str:
-    """How the forward runs: "vector" (one token, two launches), "stream" (a few, two), "grouped" (three)."""
-    if target.batch_invariant or tokens > STREAM_TOKENS or tile_rows > 64:
+    """How the forward runs: "vector" (one token, two launches), "few" (two), "grouped" (three)."""
+    if target.batch_invariant or tokens > FEW_TOKENS or tile_rows > 64:
         return "grouped"
-    return "vector" if tokens == 1 else "stream"
+    return "vector" if tokens == 1 else "few"
 
 
 def usable(c: Config, *operands: Tensor) -> Config:

@@ -78,17 +78,17 @@ def scores_of(logits, real, SCORING: tl.constexpr):
 @triton.jit
 def choose(
     logits, token, live, bias, correction, weights, indices, logits_out, E, K, numbers,
-    SCORING: tl.constexpr, KP: tl.constexpr, GROUPED: tl.constexpr, SIZE: tl.constexpr, TOP2: tl.constexpr,
-    RENORMALISE: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr,
+    SCORING: tl.constexpr, GROUPED: tl.constexpr, SIZE: tl.constexpr, TOP2: tl.constexpr, RENORMALISE: tl.constexpr,
+    BT: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
     """Finish the logits [BT, EP] of one token tile; numbers: (groups, topk_groups, eps, scale or None).
 
-    Returns (experts [BT, KP], which [BT, EP] are among them)."""
+    Returns [BT, EP]: which of a token's slots an expert has, -1 for none. All that is chosen stays in the layout of the logits:
+    nothing goes through shared memory but what the sums over experts need."""
     groups, topk_groups, eps, scale = numbers
     ACC: tl.constexpr = logits.dtype
     LOWEST: tl.constexpr = -0x8000000000000000 if ACC == tl.float64 else -0x80000000
     expert = tl.arange(0, EP)
-    slot = tl.arange(0, KP)
     real = (expert < E)[None, :]
     if bias is not None:
         logits += tl.load(bias + expert, expert < E, other=0.0).to(ACC)[None, :]
@@ -102,25 +102,27 @@ def choose(
     key = tl.where(real, _ordered(choice), LOWEST)
     if GROUPED:
         key = _limit_groups(key, groups, topk_groups, SIZE, TOP2, EP, LOWEST)
-    left = key
-    chosen = tl.full([BT, KP], -1, tl.int32)
-    weight = tl.zeros([BT, KP], ACC)
-    for j in range(K):
-        best, e = _best(left, expert)
-        hit = expert[None, :] == e[:, None]
-        left = tl.where(hit, LOWEST, left)
-        w = _value(best) if correction is None else tl.sum(tl.where(hit, scores, 0.0), 1)
-        chosen = tl.where((slot == j)[None, :], e[:, None], chosen)
-        weight = tl.where((slot == j)[None, :], w[:, None], weight)
-    inside = (slot < K)[None, :]
-    if SCORING == "softmax_chosen":
-        weight = scores_of(weight, inside, SCORING)
+    slots = tl.full([BT, EP], -1, tl.int32)
+    if ACC == tl.float64:  # no room for the index beside the key
+        for j in range(K):
+            hit = expert[None, :] == _best(key, expert)[1][:, None]
+            slots = tl.where(hit, j, slots)
+            key = tl.where(hit, LOWEST, key)
+    else:  # one integer for (key, lowest index first): each is there once, and one maximum finds it
+        left = (key.to(tl.int64) << 32) | (EP - 1 - expert)[None, :]
+        for j in range(K):
+            hit = left == tl.max(left, 1)[:, None]
+            slots = tl.where(hit, j, slots)
+            left = tl.where(hit, -0x8000000000000000, left)
+    chosen = slots >= 0
+    weight = scores_of(scores, chosen, SCORING) if SCORING == "softmax_chosen" else scores
     if RENORMALISE:
-        total = tl.sum(weight, 1) + eps
+        total = tl.sum(tl.where(chosen, weight, 0.0), 1) + eps
         weight = weight / tl.where(total == 0.0, 1.0, total)[:, None]
     if scale is not None:
         weight *= scale
-    at = token[:, None].to(tl.int64) * K + slot[None, :]
-    tl.store(weights + at, weight.to(weights.dtype.element_ty), live[:, None] & inside)
-    tl.store(indices + at, chosen, live[:, None] & inside)
-    return chosen, ((left != key) & live[:, None]).to(tl.int32)
+    chosen = chosen & live[:, None]
+    at = token[:, None].to(tl.int64) * K + slots
+    tl.store(weights + at, weight.to(weights.dtype.element_ty), chosen)
+    tl.store(indices + at, tl.broadcast_to(expert[None, :], (BT, EP)), chosen)
+    return tl.where(live[:, None], slots, -1)

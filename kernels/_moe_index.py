@@ -29,7 +29,7 @@ TILE_ROWS = (8, 16, 32, 64, 128, 256)  # of an index; moe_experts takes some of 
 # backward runs under nobody's options.
 BY_LENGTH = (-64, -128)
 LEAST = 16  # that is chosen by length
-STREAM_TOKENS = 64  # up to here `down` combines what it makes itself: one launch fewer
+FEW_TOKENS = 64  # up to here whoever makes the last rows also sums them: one launch fewer
 
 
 def max_tiles(rows: int, experts: int, tile_rows: int) -> int:
@@ -43,7 +43,7 @@ def max_tiles(rows: int, experts: int, tile_rows: int) -> int:
 def by_length(tokens: int, top_k: int, experts: int, most: int) -> int:
     """tile_rows by the rows that an expert gets on average."""
     average = tokens * top_k / max(experts, 1)
-    if average >= 64 and tokens > STREAM_TOKENS:
+    if average >= 64 and tokens > FEW_TOKENS:
         return most
     high = min(2 * tokens * top_k // max(experts, 1), tokens)
     return next((rows for rows in (LEAST, 32) if high <= rows), 64)
@@ -136,28 +136,54 @@ def warps_for(block_tokens: int, experts: int) -> int:
     return max(4, min(16, block_tokens * index_block(experts) // 512))
 
 
-@triton.jit
-def slot_of(values, j, KP: tl.constexpr):
-    """Column j of [tokens, KP]."""
-    return tl.sum(tl.where((tl.arange(0, KP) == j)[None, :], values, 0), 1)
+INDEX_WARPS = 8
+
+
+def index_tile(experts: int) -> int:
+    """Tokens of the tile that a program of INDEX_WARPS places at once: 8 elements a thread of each matrix [tokens, experts], of
+    which there are several."""
+    return min(64, max(1, 256 * INDEX_WARPS // index_block(experts)))
 
 
 @triton.jit
-def place(chosen, selected, before, total, token, live, order, inverse, E, K, KP: tl.constexpr, EP: tl.constexpr):
-    """Write order and inverse of one token tile. chosen [tokens, KP]: experts; selected [tokens, EP]: how often each is among
-    them; before, total [EP]: rows of each expert in earlier tiles, and in all."""
+def _choice(indices, token, j, live, E, K):
+    """A token's j-th expert, int32; -1 for what is none. Compared before narrowing: int64 may hold more."""
+    e = tl.load(indices + token.to(tl.int64) * K + j, live, other=-1)
+    return tl.where((e >= 0) & (e < E), e, -1).to(tl.int32)
+
+
+@triton.jit
+def read_choices(indices, token, live, E, K, BT: tl.constexpr, EP: tl.constexpr):
+    """([BT, EP]: how often each expert is among a token's choices; the last of its slots there)."""
+    selected = tl.zeros([BT, EP], tl.int32)
+    slots = tl.full([BT, EP], -1, tl.int32)
+    for j in range(K):
+        hit = tl.arange(0, EP)[None, :] == _choice(indices, token, j, live, E, K)[:, None]
+        selected += hit.to(tl.int32)
+        slots = tl.where(hit, j, slots)
+    return selected, slots
+
+
+@triton.jit
+def place(indices, selected, slots, before, total, token, live, order, inverse, E, K, DISTINCT: tl.constexpr, EP: tl.constexpr):
+    """Write order and inverse of one token tile, of which read_choices gave selected and slots. before, total [EP]: rows of each
+    expert in earlier tiles, and in all. DISTINCT: every slot has an expert and no token names one twice."""
     expert = tl.arange(0, EP)
     start = tl.cumsum(total, 0) - total
     at = (start + before)[None, :] + tl.cumsum(selected, 0) - selected
-    for j in range(K):
-        e = slot_of(chosen, j, KP)
-        hit = expert[None, :] == e[:, None]
-        row = tl.sum(tl.where(hit, at, 0), 1)
-        at += hit.to(tl.int32)  # the next row, should a token name an expert twice
-        valid = (e >= 0) & (e < E)
-        slot = token * K + j
-        tl.store(inverse + slot, tl.where(valid, row, -1), live)
-        tl.store(order + row, slot, live & valid)
+    if DISTINCT:
+        slot = token[:, None] * K + slots
+        tl.store(inverse + slot, at, selected > 0)
+        tl.store(order + at, slot, selected > 0)
+    else:
+        for j in range(K):
+            e = _choice(indices, token, j, live, E, K)
+            hit = expert[None, :] == e[:, None]
+            row = tl.sum(tl.where(hit, at, 0), 1)
+            at += hit.to(tl.int32)  # the next row, should a token name an expert twice
+            slot = token * K + j
+            tl.store(inverse + slot, tl.where(e >= 0, row, -1), live)
+            tl.store(order + row, slot, live & (e >= 0))
 
 
 @triton.jit
@@ -189,62 +215,69 @@ def tabulate(total, offsets, tiles, program, programs, E, MAX_TILES, TILE: tl.co
 
 
 @triton.jit
-def load_chosen(indices, token, live, E, K, KP: tl.constexpr):
-    """[tokens, KP], int32: the experts of these tokens, -1 for what is none. Compared before narrowing: int64 may hold more."""
-    slot = tl.arange(0, KP)
-    at = indices + token[:, None].to(tl.int64) * K + slot[None, :]
-    e = tl.load(at, live[:, None] & (slot < K)[None, :], other=-1)
-    return tl.where((e >= 0) & (e < E), e, -1).to(tl.int32)
-
-
-@triton.jit
-def count_chosen(chosen, K, KP: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr):
-    """[BT, EP]: how often each expert is among a token's choices."""
-    selected = tl.zeros([BT, EP], tl.int32)
-    for j in range(K):
-        selected += (tl.arange(0, EP)[None, :] == slot_of(chosen, j, KP)[:, None]).to(tl.int32)
-    return selected
+def index_all(indices, order, inverse, offsets, tiles, T, E, K, MAX_TILES, DISTINCT: tl.constexpr, ONE: tl.constexpr,
+              TILE: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr):  # fmt: skip
+    """The whole index, by one program. ONE: a tile of BT tokens holds all."""
+    token = tl.arange(0, BT)
+    before = tl.zeros([EP], tl.int32)
+    if ONE:
+        selected, slots = read_choices(indices, token, token < T, E, K, BT, EP)
+        total = tl.sum(selected, 0)
+        place(indices, selected, slots, before, total, token, token < T, order, inverse, E, K, DISTINCT, EP)
+    else:
+        total = before
+        for t in range(0, T, BT):
+            total += tl.sum(read_choices(indices, t + token, t + token < T, E, K, BT, EP)[0], 0)
+        for t in range(0, T, BT):
+            selected, slots = read_choices(indices, t + token, t + token < T, E, K, BT, EP)
+            place(indices, selected, slots, before, total, t + token, t + token < T, order, inverse, E, K, DISTINCT, EP)
+            before += tl.sum(selected, 0)
+    tabulate(total, offsets, tiles, 0, 1, E, MAX_TILES, TILE, EP)
 
 
 @triton.jit(do_not_specialize=["T", "TILES", "PER", "MAX_TILES"])
 def index_kernel(
-    indices, counts, order, inverse, offsets, tiles, T, TILES, PER, E, K, MAX_TILES,
-    KP: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    indices, counts, order, inverse, offsets, tiles, T, TILES, PER, E, K, MAX_TILES, DISTINCT: tl.constexpr,
+    COUNTED: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Each program places PER token tiles, whose counts [TILES, E] an earlier launch left."""
+    """Each program places the tokens of PER tiles of COUNTED, whose counts [TILES, E] an earlier launch left; BT at a time."""
     program = tl.program_id(0)
     expert = tl.arange(0, EP)
     mine = program * PER
-    before = tl.zeros([EP], tl.int32)
-    total = tl.zeros([EP], tl.int32)
-    for i in range(0, TILES, ROWS):
-        row = tl.arange(0, ROWS)
-        tile = i + row
-        at = counts + tl.cast(i, tl.int64) * E + row[:, None] * E + expert[None, :]
-        n = tl.load(at, (tile < TILES)[:, None] & (expert < E)[None, :], other=0)
-        total += tl.sum(n, 0)
-        before += tl.sum(tl.where((tile < mine)[:, None], n, 0), 0)
-    for i in range(mine, tl.minimum(mine + PER, TILES)):
-        token = i * BT + tl.arange(0, BT)
-        live = token < T
-        chosen = load_chosen(indices, token, live, E, K, KP)
-        selected = count_chosen(chosen, K, KP, BT, EP)
-        place(chosen, selected, before, total, token, live, order, inverse, E, K, KP, EP)
+    # Summed over the rows once, at the end: every sum over rows is a trip through shared memory.
+    earlier = tl.zeros([ROWS, EP], tl.int32)
+    others = tl.zeros([ROWS, EP], tl.int32)
+    for i in range(0, TILES, 4 * ROWS):
+        for u in tl.static_range(4):  # so many loads are under way at once
+            tile = i + u * ROWS + tl.arange(0, ROWS)
+            at = counts + tile[:, None].to(tl.int64) * E + expert[None, :]
+            n = tl.load(at, (tile < TILES)[:, None] & (expert < E)[None, :], other=0)
+            earlier += tl.where((tile < mine)[:, None], n, 0)
+            others += tl.where((tile < mine)[:, None], 0, n)
+    before = tl.sum(earlier, 0)
+    total = before + tl.sum(others, 0)
+    for t in range(mine * COUNTED, tl.minimum((mine + PER) * COUNTED, T), BT):
+        token = t + tl.arange(0, BT)
+        selected, slots = read_choices(indices, token, token < T, E, K, BT, EP)
+        place(indices, selected, slots, before, total, token, token < T, order, inverse, E, K, DISTINCT, EP)
         before += tl.sum(selected, 0)
     tabulate(total, offsets, tiles, program, tl.num_programs(0), E, MAX_TILES, TILE, EP)
 
 
 def launch_index(
-    indices: Tensor, counts: Tensor, index: tuple[Tensor, ...], experts: int, tile_rows: int, block_tokens: int, target: Target
+    indices: Tensor, counts: Tensor, index: tuple[Tensor, ...], experts: int, tile_rows: int, block_tokens: int, distinct: bool,
+    target: Target,
 ) -> None:
-    """Fill index, the tensors order, inverse, offsets and tiles, from indices and the counts of their token tiles."""
+    """Fill index, the tensors order, inverse, offsets and tiles, from indices and the counts of their tiles of block_tokens.
+    distinct: every slot has an expert and no token names one twice."""
     tokens, top_k = indices.shape
     token_tiles, tile_rows = counts.shape[0], height(tokens, top_k, experts, tile_rows)
     # Every program reads all counts: a few programs an SM, or they would be read too often.
     per = cdiv(token_tiles, 2 * target.sms)
+    block = index_tile(experts)
     _launch(
         index_kernel, (cdiv(token_tiles, per),),
         (indices, counts, *index, tokens, token_tiles, per, experts, top_k, index[3].shape[0]),
-        {"KP": next_power_of_2(top_k), "BT": block_tokens, "EP": index_block(experts), "TILE": tile_rows,
-         "ROWS": max(1, 2048 // index_block(experts)), "num_warps": warps_for(block_tokens, experts)},
+        {"DISTINCT": distinct, "COUNTED": block_tokens, "BT": min(block, block_tokens), "EP": index_block(experts),
+         "TILE": tile_rows, "ROWS": block, "num_warps": INDEX_WARPS},
     )  # fmt: skip

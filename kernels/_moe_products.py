@@ -13,6 +13,7 @@ from ._gemm import accumulator, halves
 from ._lang import cdiv, next_power_of_2, tl, triton
 from ._launch import contiguous_last, descriptor
 from ._launch import launch as _launch
+from ._math import tile_order
 from ._moe import (
     boxed,
     clear_slots,
@@ -78,11 +79,15 @@ def _pair_columns(n, N, BN: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 @triton.jit
 def _gate_up_kernel(
-    x, w, bias, order, tiles, h, saved, N, K, stride_x, stride_e, stride_w, alpha, limit,
+    x, w, bias, order, tiles, h, saved, arrived, COUNTERS, N, K, stride_x, stride_e, stride_w, alpha, limit,
     TOP_K: tl.constexpr, ACT: tl.constexpr, T: tl.constexpr, INTERLEAVED: tl.constexpr, EVEN: tl.constexpr, ACC: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
+    """arrived [COUNTERS]: set to 0 for the next launch, where it counts."""
+    if arrived is not None:
+        for i in range(tl.program_id(0) * BM, COUNTERS, tl.num_programs(0) * BM):
+            tl.store(arrived + i + tl.arange(0, BM), tl.zeros([BM], tl.int32), i + tl.arange(0, BM) < COUNTERS)
     HN: tl.constexpr = BN // 2
     num_m = tl.load(tiles + 3)
     num_n = tl.cdiv(N, HN)
@@ -125,8 +130,8 @@ def _gate_up_kernel(
             store_rows(h, rows, n * HN, gated(g, u, alpha, limit, ACT), live, N, HN)
 
 
-def gate_up_launch(args: Args, sizes: Sizes, h: Tensor | None, saved: Tensor | None) -> None:
-    """h and saved `gate_up`, each where it is given, of all rows."""
+def gate_up_launch(args: Args, sizes: Sizes, h: Tensor | None, saved: Tensor | None, arrived: Tensor | None = None) -> None:
+    """h and saved `gate_up`, each where it is given, of all rows; zeros to arrived."""
     x, transposed, interleaved, tile_rows = args["x"], args["transposed"], args["interleaved"], sizes["tile_rows"]
     x, w = contiguous_last(x), _moe.dense_rows(args["gate_up_weight"])
     n, k = sizes["ffn"], sizes["hidden"]
@@ -139,7 +144,8 @@ def gate_up_launch(args: Args, sizes: Sizes, h: Tensor | None, saved: Tensor | N
     _launch(
         _gate_up_kernel, (_moe.programs(sizes["max_tiles"] * cdiv(n, c.block_n // 2), c, target),),
         (x, _moe.pair_operand(w, c, transposed, interleaved), None if bias is None else bias.contiguous(), args["order"],
-         args["tiles"], h, saved, n, k, x.stride(0), w.stride(0), w.stride(1), *_moe.clamp_numbers(args)),
+         args["tiles"], h, saved, arrived, None if arrived is None else len(arrived), n, k, x.stride(0), w.stride(0), w.stride(1),
+         *_moe.clamp_numbers(args)),
         {"TOP_K": sizes["top_k"], "ACT": args["activation"], "T": transposed, "INTERLEAVED": interleaved,
          "EVEN": k % c.block_k == 0, "ACC": accumulator(x), "BM": tile_rows, **_moe.options(c)},
     )  # fmt: skip
@@ -148,15 +154,77 @@ def gate_up_launch(args: Args, sizes: Sizes, h: Tensor | None, saved: Tensor | N
 # ---- rows by experts' matrices, and their sums ---------------------------------------------------------------------------------
 
 
+@triton.jit
+def gather_sum(y, inverse, weights, token, cols, ok, H, TOP_K: tl.constexpr, ACC: tl.constexpr):
+    """[tokens, columns]: the sum of each token's rows, by its weights if there are any, in the order of its slots."""
+    acc = tl.zeros([token.shape[0], cols.shape[0]], ACC)
+    for j in tl.static_range(TOP_K):
+        slot = token.to(tl.int64) * TOP_K + j
+        r = tl.load(inverse + slot, ok, other=-1)
+        found = r >= 0
+        at = y + r[:, None].to(tl.int64) * H + cols[None, :]
+        v = tl.load(at, found[:, None] & (cols < H)[None, :], other=0.0).to(ACC)
+        if weights is not None:
+            v *= tl.load(weights + slot, found, other=0.0).to(ACC)[:, None]
+        acc += v
+    return acc
+
+
+@triton.jit
+def plus(acc, residual, token, cols, ok, H):
+    """acc [tokens, columns] and these rows and columns of the residual `tokens hidden`, if there is one."""
+    if residual is not None:
+        at = residual + token.to(tl.int64)[:, None] * H + cols[None, :]
+        acc += tl.load(at, ok[:, None] & (cols < H)[None, :], other=0.0).to(acc.dtype)
+    return acc
+
+
+@triton.jit
+def _sum_columns(y, inverse, weights, residual, out, n0, TOKENS, N, TOP_K: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
+                 ACC: tl.constexpr):  # fmt: skip
+    """Columns [n0, n0 + BN) of out: all tokens' sums of their rows, BT tokens at a time."""
+    cols = n0 + tl.arange(0, BN)
+    for t in range(0, TOKENS, BT):
+        token = t + tl.arange(0, BT)
+        total = gather_sum(y, inverse, weights, token, cols, token < TOKENS, N, TOP_K, ACC)
+        store_rows(out, token, n0, plus(total, residual, token, cols, token < TOKENS, N), token < TOKENS, N, BN)
+
+
+@triton.jit
+def _sum_when_last(
+    arrived, y, inverse, weights, residual, out, TOKENS, num_m, num_n, N, TOP_K: tl.constexpr, BN: tl.constexpr,
+    GROUP: tl.constexpr, LANES: tl.constexpr, BT: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Whose tile was the last of its columns sums these: of every token, in the order of its slots, whoever was last. Called when
+    a program has made all its tiles; it counts LANES of them at once, on no target more threads than that: an atomic of each."""
+    tl.debug_barrier()  # every thread's rows are written before the program says so
+    step = tl.num_programs(0)
+    for t0 in range(tl.program_id(0), num_m * num_n, LANES * step):
+        t = t0 + tl.arange(0, LANES) * step
+        mine = t < num_m * num_n
+        _, n = tile_order(tl.where(mine, t, 0), num_m, num_n, GROUP)
+        before = tl.atomic_add(arrived + n, tl.full([LANES], 1, tl.int32), mine)
+        complete = tl.where(mine & (before == num_m - 1), n + 1, 0)
+        last = tl.max(complete, 0)
+        while last > 0:
+            _sum_columns(y, inverse, weights, residual, out, (last - 1) * BN, TOKENS, N, TOP_K, BN, BT, ACC)
+            complete = tl.where(complete == last, 0, complete)
+            last = tl.max(complete, 0)
+    if num_m == 0:  # no token has a row
+        for n in range(tl.program_id(0), num_n, step):
+            _sum_columns(y, inverse, weights, residual, out, n * BN, TOKENS, N, TOP_K, BN, BT, ACC)
+
+
 @triton.jit(do_not_specialize=["TOKENS"])
 def _rows_kernel(
-    a, w, bias, order, tiles, inverse, y, TOKENS, N, K, stride_a, stride_e, stride_w,
+    a, w, bias, order, tiles, inverse, y, arrived, weights, residual, out, TOKENS, N, K, stride_a, stride_e, stride_w,
     FROM: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, T: tl.constexpr, EVEN: tl.constexpr, ACC: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, LANES: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """y = a @ w[expert].T + bias[expert], row by row; w `experts N K` or, with T, `experts K N`. a has what FROM says: "rows K";
-    "tokens": of each row its token's; "slots": its slot's (see slot_start). inverse: y has slots, those without a row are 0."""
+    "tokens": of each row its token's; "slots": its slot's (see slot_start). inverse: y has slots, those without a row are 0; or,
+    with arrived, y's rows are summed to out, see _sum_when_last."""
     num_m = tl.load(tiles + 3)
     num_n = tl.cdiv(N, BN)
     for t in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=TMA):
@@ -192,7 +260,7 @@ def _rows_kernel(
             acc = acc.T
         if bias is not None:
             acc += tl.load(bias + e * N + cols, cols < N, other=0.0).to(ACC)[None, :]
-        if inverse is not None:
+        if (inverse is not None) and (arrived is None):
             at = slot_start(slot, TOP_K * N, N, TOP_K, WIDTH)
             if BN > 128:  # less is in registers at once
                 lower, upper = halves(acc, BM, BN)
@@ -202,53 +270,35 @@ def _rows_kernel(
                 store_slots(y, at, n * BN, acc, rows < end, N, TOP_K, WIDTH, BN)
         else:
             store_rows(y, rows, n * BN, acc, rows < end, N, BN)
-    if inverse is not None:
+    if arrived is not None:
+        _sum_when_last(arrived, y, inverse, weights, residual, out, TOKENS, num_m, num_n, N, TOP_K, BN, GROUP, LANES, BT, ACC)
+    elif inverse is not None:
         clear_slots(y, inverse, TOKENS, N, TOP_K, WIDTH, 64)
 
 
 def rows_launch(kind: str, a: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, args: Args, sizes: Sizes, by_columns: bool, *,
-                source: str = "rows", to_slots: bool = False, width: int = 0) -> None:  # fmt: skip
+                source: str = "rows", to_slots: bool = False, width: int = 0,
+                sums_to: tuple[Tensor, Tensor, Tensor] | None = None) -> None:  # fmt: skip
     """y `rows N` = a `rows K` by the experts' matrices, stored `N K` or, by_columns, `K N`. source: what a has instead of rows,
-    "tokens" or "slots"; to_slots: so has y. width: of the heads of slots, 0: they have none."""
+    "tokens" or "slots"; to_slots: so has y. width: of the heads of slots, 0: they have none. sums_to: out `tokens N`, the weights
+    of its sums of y's rows, and a counter for each column tile, 0."""
     tile_rows, target = sizes["tile_rows"], target_of(a.device)
     n, k = (w.shape[2], w.shape[1]) if by_columns else w.shape[1:]
     w, alone = _moe.dense_rows(w), source == "rows"
     a = a if alone else contiguous_last(a)
     c = _moe.usable(_moe.configure(kind, tile_rows, a.element_size(), target), *((a, w) if alone else (w,)))
+    out, weights, arrived = sums_to or (None, None, None)
     _launch(
         _rows_kernel, (_moe.programs(sizes["max_tiles"] * cdiv(n, c.block_n), c, target),),
         (descriptor(a, [tile_rows, c.block_k]) if c.tma and alone else a,
          _moe.expert_operand(w, c.block_n, c.block_k, c, by_columns), None if bias is None else bias.contiguous(),
-         None if alone and not to_slots else args["order"], args["tiles"], args["inverse"] if to_slots else None, y,
-         sizes["tokens"] if to_slots else None, n, k, None if alone else a.stride(0), w.stride(0), w.stride(1)),
-        {"FROM": source, "TOP_K": 1 if alone and not to_slots else sizes["top_k"], "WIDTH": width, "T": by_columns,
-         "EVEN": k % c.block_k == 0, "ACC": accumulator(a), "BM": tile_rows, **_moe.options(c)},
+         None if alone and not to_slots else args["order"], args["tiles"], args["inverse"] if to_slots or sums_to else None, y,
+         arrived, weights, args["residual"] if sums_to else None, out, sizes["tokens"] if to_slots or sums_to else None, n, k,
+         None if alone else a.stride(0), w.stride(0), w.stride(1)),
+        {"FROM": source, "TOP_K": 1 if alone and not (to_slots or sums_to) else sizes["top_k"], "WIDTH": width, "T": by_columns,
+         "EVEN": k % c.block_k == 0, "ACC": accumulator(a), "BM": tile_rows, "LANES": 64 * c.num_warps,
+         "BT": 32 if c.tma else 8, **_moe.options(c)},
     )  # fmt: skip
-
-
-@triton.jit
-def gather_sum(y, inverse, weights, token, cols, ok, H, TOP_K: tl.constexpr, ACC: tl.constexpr):
-    """[tokens, columns]: the sum of each token's rows, by its weights if there are any, in the order of its slots."""
-    acc = tl.zeros([token.shape[0], cols.shape[0]], ACC)
-    for j in tl.static_range(TOP_K):
-        slot = token.to(tl.int64) * TOP_K + j
-        r = tl.load(inverse + slot, ok, other=-1)
-        found = r >= 0
-        at = y + r[:, None].to(tl.int64) * H + cols[None, :]
-        v = tl.load(at, found[:, None] & (cols < H)[None, :], other=0.0).to(ACC)
-        if weights is not None:
-            v *= tl.load(weights + slot, found, other=0.0).to(ACC)[:, None]
-        acc += v
-    return acc
-
-
-@triton.jit
-def plus(acc, residual, token, cols, ok, H):
-    """acc [tokens, columns] and these rows and columns of the residual `tokens hidden`, if there is one."""
-    if residual is not None:
-        at = residual + token.to(tl.int64)[:, None] * H + cols[None, :]
-        acc += tl.load(at, ok[:, None] & (cols < H)[None, :], other=0.0).to(acc.dtype)
-    return acc
 
 
 @triton.jit(do_not_specialize=["TOKENS"])

@@ -7,7 +7,7 @@ tensor it reads once and every tensor it writes once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -69,11 +69,13 @@ class Cost:
 class Write:
     """A result or scratch buffer: axes, dtype (an argument's name, "accumulate:ARG" or a torch dtype's name), when it exists.
     "result:ARG" is the argument's dtype, or bf16 for fp8. "ARG|OTHER": the first of them that is given. The argument may be a
-    torch.dtype itself."""
+    torch.dtype itself. inside: results, "A|B", in whose memory scratch lies, in the first that exists and is large enough: it is
+    last read before they are first written. Its bytes are moved, and counted, all the same."""
 
     axes: str
     dtype: str
     when: Callable[[Args], bool] = lambda args: True
+    inside: str = ""
 
 
 def flag(*names: str) -> Callable[[Args], bool]:
@@ -172,8 +174,20 @@ class Spec:
         sizes = self.axes(args) if sizes is None else sizes
         return tuple(self._buffer(w, sizes, args) for w in self.writes.values())
 
-    def empty_scratch(self, args: Args, sizes: Sizes) -> tuple[Tensor, ...]:
-        return tuple(self._buffer(w, sizes, args) if _bound(w, sizes) else _ABSENT for w in self.scratch.values())
+    def empty_scratch(self, args: Args, sizes: Sizes, results: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        """results: those of `empty`, for scratch that lies inside one of them."""
+        made, buffers = dict(zip(self.writes, results)), []
+        for w in self.scratch.values():
+            host = self._host(w, sizes, args, made) if w.inside and _bound(w, sizes) and w.when(args) else None
+            buffers.append(host if host is not None else self._buffer(w, sizes, args) if _bound(w, sizes) else _ABSENT)
+        return tuple(buffers)
+
+    def _host(self, write: Write, sizes: Sizes, args: Args, made: Mapping[str, Tensor]) -> Tensor | None:
+        """The scratch in the memory of a result, None where none takes it."""
+        shape, dtype = [sizes[a] for a in write.axes.split()], self.dtype(write, args)
+        fits = (t for t in map(made.get, write.inside.split("|")) if t is not None and t.numel() >= prod(shape))
+        host = next((t for t in fits if t.dtype is dtype), None)
+        return None if host is None else host.view(-1)[: prod(shape)].view(shape)
 
     def costs(self, args: Args) -> tuple[Cost, ...]:
         """One Cost per launch these arguments cause."""

@@ -17,7 +17,7 @@ Tokens are gathered by the first product and nothing is sorted but the index; no
 
 HBM, in elements: reads x, the weights of the experts that have a row, weights, residual; writes out; between the launches
 `rows ffn` and, but for one token, `rows hidden`. One token: both products as sums over rows of the weights, the second over all
-its experts. Up to 64: a program of the second product has all rows of its columns, and sums them itself. More: a third does.
+its experts. Up to 64: of the programs that make the rows of some columns the last to end sums them. More: a third launch does.
 """
 
 from __future__ import annotations
@@ -28,22 +28,17 @@ import torch
 from torch import Tensor
 
 from . import _moe
-from ._gemm import accumulator
-from ._lang import cdiv, next_power_of_2, tl, triton
-from ._launch import launch as _launch
+from ._lang import cdiv
 from ._launch import on_device
-from ._moe import expert_pointers, row_pointers, store_rows, take, take_expert
 from ._moe_products import (
     EXPERT_BYTES,
     READS,
     combine_launch,
     gate_up_flops,
     gate_up_launch,
-    gather_sum,
-    plus,
     rows_launch,
     tile_bytes,
-)  # fmt: skip
+)
 from ._moe_vector import launch_vector
 from ._spec import Args, Op, Sizes, Spec, Stage, Write, accumulate_dtype, flag
 from ._target import target_of
@@ -59,12 +54,16 @@ def _down_flops(s: Sizes, args: Args) -> int:
 
 
 def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
-    """Rows once more for what there is in one form only."""
+    """And what there is in some forms only."""
     sizes = {**sizes, **_moe.check("moe_experts", sizes, args)}
     if not isinstance(sizes["rows"], int):
         return sizes  # a trace for any length: no result has the axes of scratch
     how = _form(sizes, args)
-    return {**sizes, "matrix_rows" if how != "vector" else "vector_rows": sizes["rows"], f"{how}_rows": sizes["rows"]}
+    made = {**sizes, "vector_rows" if how == "vector" else "matrix_rows": sizes["rows"]}
+    if how != "few":
+        return made
+    down = _moe.configure("down", sizes["tile_rows"], args["x"].element_size(), target_of(args["x"].device))
+    return {**made, "column_tiles": cdiv(sizes["hidden"], down.block_n)}
 
 
 _GATE_UP = ("x", "gate_up_weight", "gate_up_bias")
@@ -78,17 +77,18 @@ SPEC = Spec(
     derive=_axes,
     read_bytes={**EXPERT_BYTES, "tiles": tile_bytes},
     scratch={
-        "h": Write("matrix_rows ffn", "x"), "vector_h": Write("vector_rows ffn", "x"),
-        "y": Write("grouped_rows hidden", "x"), "stream_y": Write("stream_rows hidden", "x"),
+        "h": Write("matrix_rows ffn", "x"), "vector_h": Write("vector_rows ffn", "x"), "y": Write("matrix_rows hidden", "x"),
+        "arrived": Write("column_tiles", "int32"),
     },
     stages=(
-        Stage("moe_gate_up", (*_GATE_UP, "order", "tiles"), ("h", "gate_up"), gate_up_flops, "h"),
+        Stage("moe_gate_up", (*_GATE_UP, "order", "tiles"), ("h", "gate_up", "arrived"), gate_up_flops, "h"),
         Stage("moe_gate_up", (*_GATE_UP, "indices", "inverse"), ("vector_h", "gate_up"), gate_up_flops, "vector_h"),
         Stage("moe_down", ("vector_h", *_DOWN, "indices", "inverse", "weights", "residual"), ("out",), _down_flops, "vector_h"),
-        Stage("moe_down", ("h", *_DOWN, "tiles", "stream_y", "inverse", "weights", "residual"), ("stream_y", "out"), _down_flops,
-              "stream_y"),
-        Stage("moe_down", ("h", *_DOWN, "tiles"), ("y",), _down_flops, "y"),
-        Stage("moe_combine", ("y", "inverse", "weights", "residual"), ("out",), lambda s, a: 2 * s["rows"] * s["hidden"], "y"),
+        Stage("moe_down", ("h", *_DOWN, "tiles", "y", "inverse", "weights", "residual", "arrived"), ("y", "out", "arrived"),
+              _down_flops, "arrived"),
+        Stage("moe_down", ("h", *_DOWN, "tiles"), ("y",), _down_flops, "y", when=lambda s: "column_tiles" not in s),
+        Stage("moe_combine", ("y", "inverse", "weights", "residual"), ("out",), lambda s, a: 2 * s["rows"] * s["hidden"], "y",
+              when=lambda s: "column_tiles" not in s),
     ),
 )  # fmt: skip
 
@@ -114,54 +114,6 @@ def reference(
     return out, gate_up if save else gate_up.new_empty(0)
 
 
-# ---- down ----------------------------------------------------------------------------------------------------------------------
-
-
-@triton.jit(do_not_specialize=["TOKENS"])
-def _stream_kernel(
-    h, w, bias, tiles, inverse, weights, residual, y, out, TOKENS, N, K, stride_e, stride_w, TOP_K: tl.constexpr, T: tl.constexpr,
-    EVEN: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """A program has its columns of all rows, expert after expert, and then of all tokens: it waits for no other."""
-    n0 = tl.program_id(0) * BN
-    cols = n0 + tl.arange(0, BN)
-    # Flattened: the next expert's weights are under way while a tile ends. Nothing may be handed from one tile to the next:
-    # triton 3.6 would move it on after every step along K. Of the loads of a tile's place all but one in eight hit the L1.
-    for m in tl.range(0, tl.load(tiles + 3), flatten=True):
-        e, first, end = tl.load(tiles + m * 4), tl.load(tiles + m * 4 + 1), tl.load(tiles + m * 4 + 2)
-        rows = first + tl.arange(0, BM)
-        left = row_pointers(h, tl.minimum(rows, end - 1).to(tl.int64) * K, BK)
-        right = expert_pointers(w, e, cols, stride_e, stride_w, BK, T)
-        acc = tl.zeros([BM, BN], ACC)
-        for k in tl.range(0, K, BK, num_stages=STAGES):
-            b = take_expert(right, cols < N, k, K, stride_w, BK, T)
-            acc = tl.dot(take(left, k, K, BK, EVEN), b.T, acc, input_precision="ieee", out_dtype=ACC)
-        if bias is not None:
-            acc += tl.load(bias + e * N + cols, cols < N, other=0.0).to(ACC)[None, :]
-        store_rows(y, rows, n0, acc, rows < end, N, BN)
-    tl.debug_barrier()  # the columns of y were written by this program's own threads
-    for t in range(0, TOKENS, BT):
-        token = t + tl.arange(0, BT)
-        total = gather_sum(y, inverse, weights, token, cols, token < TOKENS, N, TOP_K, ACC)
-        store_rows(out, token, n0, plus(total, residual, token, cols, token < TOKENS, N), token < TOKENS, N, BN)
-
-
-def _stream_launch(h: Tensor, y: Tensor, out: Tensor, args: Args, sizes: Sizes, weights: Tensor) -> None:
-    w, bias, tile_rows = _moe.dense_rows(args["down_weight"]), args["down_bias"], sizes["tile_rows"]
-    c = _moe.configure("stream", tile_rows, h.element_size(), target_of(h.device))
-    n, k = sizes["hidden"], sizes["ffn"]
-    block_k = min(c.block_k, next_power_of_2(max(k, 16)))
-    _launch(
-        _stream_kernel, (cdiv(n, c.block_n),),
-        (h, w, None if bias is None else bias.contiguous(), args["tiles"], args["inverse"], weights, args["residual"], y, out,
-         sizes["tokens"], n, k, w.stride(0), w.stride(1)),
-        {"TOP_K": sizes["top_k"], "T": args["transposed"], "ACC": accumulator(h), "BM": tile_rows, "BN": c.block_n,
-         "BK": block_k, "EVEN": k % block_k == 0, "BT": 16, "STAGES": c.num_stages, "num_warps": c.num_warps,
-         "num_stages": c.num_stages},
-    )  # fmt: skip
-
-
 def launch(
     x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None,
     weights: Tensor, indices: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor, tiles: Tensor, activation: str,
@@ -173,7 +125,7 @@ def launch(
     args.update({name: args[name].contiguous() for name in _moe.INDEX})
     args["residual"] = None if residual is None else residual.contiguous()
     out, gate_up = SPEC.empty(args, sizes)
-    h, vector_h, y, stream_y = SPEC.empty_scratch(args, sizes)
+    h, vector_h, y, arrived = SPEC.empty_scratch(args, sizes)
     saved, how, weights = gate_up if save else None, _form(sizes, args), weights.contiguous()
     with on_device(x):
         if not sizes["rows"]:
@@ -181,11 +133,10 @@ def launch(
         elif how == "vector":
             launch_vector(vector_h, out, saved, args, sizes, weights)
         else:
-            gate_up_launch(args, sizes, h, saved)
-            if how == "stream":
-                _stream_launch(h, stream_y, out, args, sizes, weights)
-            else:
-                rows_launch("down", h, down_weight, down_bias, y, args, sizes, transposed)
+            few = (out, weights, arrived) if how == "few" else None
+            gate_up_launch(args, sizes, h, saved, arrived if few else None)
+            rows_launch("down", h, down_weight, down_bias, y, args, sizes, transposed, sums_to=few)
+            if not few:
                 combine_launch(y, args["inverse"], weights, args["residual"], out, sizes["top_k"])
     return out, gate_up
 

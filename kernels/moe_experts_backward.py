@@ -10,7 +10,8 @@ Arguments and axes as in moe_experts.py; gate_up `rows gate_up` of its forward, 
 expert without a token has gradients of 0. Nothing is added atomically, and no expert's sums meet rows of another.
 
 HBM, in elements: reads grad_out, x, gate_up, and the weights of the experts that have a row; writes the gradients;
-d_gate_up `rows gate_up`, weight * h `rows ffn` and `rows hidden` go between the launches, each where it is needed.
+d_gate_up `rows gate_up`, weight * h `rows ffn` and `rows hidden` go between the launches, each where it is needed; the last in
+the memory of a weight's gradient that is as large, before that is written.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ SPEC = Spec(
         "part": Write("ffn_tiles rows", "accumulate:x", lambda args: args["need_weights"] and args["down_bias"] is None),
         "biased_part": Write("ffn_tiles rows", "accumulate:x",
                              lambda args: args["need_weights"] and args["down_bias"] is not None),
-        "rows_x": Write("rows hidden", "x", flag("need_x")),
+        # Larger than all else but the weights' gradients, which are written after these rows are summed.
+        "rows_x": Write("rows hidden", "x", flag("need_x"), inside="grad_gate_up_weight|grad_down_weight"),
     },
     stages=(
         Stage("moe_gate_up", ("x", "gate_up_weight", "gate_up_bias", "order", "tiles"), ("again",), gate_up_flops),
@@ -149,7 +151,7 @@ def launch(
     args.update({name: args[name].contiguous() for name in (*_moe.INDEX, "weights")})
     results = SPEC.empty(args, sizes)
     dx, dwu, dwd, dbu, dbd, dw = results
-    again, d_gate_up, weighted, alone, part, biased_part, rows_x = SPEC.empty_scratch(args, sizes)
+    again, d_gate_up, weighted, alone, part, biased_part, rows_x = SPEC.empty_scratch(args, sizes, results)
     with on_device(x):
         if not sizes["rows"]:
             for result in results:
@@ -168,6 +170,7 @@ def launch(
             # gate_up_weight `gate_up hidden` is the transpose of what this product takes
             rows_launch("grad_rows", d_gate_up, gate_up_weight, None, rows_x, args, sizes, not transposed)
             combine_launch(rows_x, args["inverse"], None, None, dx, sizes["top_k"])
+        # Past here rows_x is gone: it may lie in dwu or dwd.
         if need_weights:
             grad_weights_launch(args, sizes, part, dw)
         if need_gate_up_weight:

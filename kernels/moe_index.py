@@ -13,34 +13,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._lang import cdiv, next_power_of_2, tl, triton
+from ._lang import cdiv, tl, triton
 from ._launch import launch as _launch
 from ._launch import on_device
 from ._moe_index import (
-    count_chosen,
+    INDEX_WARPS,
     height,
+    index_all,
     index_axes,
     index_block,
     index_reference,
+    index_tile,
     launch_index,
-    load_chosen,
-    place,
-    tabulate,
-    warps_for,
+    read_choices,
 )
 from ._spec import Args, Op, Sizes, Spec, Stage, Write
 from ._target import target_of
 
 
 def _most(experts: int) -> int:
-    """Tokens of a tile; no more, and one program does all."""
+    """Tokens that are counted together; no more, and one program does all."""
     return min(64, max(16, 8192 // index_block(experts)))
-
-
-def configure(tokens: int, experts: int) -> tuple[int, bool]:
-    """(tokens of a tile, whether one program does all)."""
-    most = _most(experts)
-    return (most, False) if tokens > most else (max(16, next_power_of_2(tokens)), True)
 
 
 def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
@@ -76,26 +69,21 @@ def reference(indices: Tensor, experts: int, tile_rows: int) -> tuple[Tensor, Te
 
 
 @triton.jit(do_not_specialize=["T"])
-def _count_kernel(indices, counts, T, E, K, KP: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr):
-    token = tl.program_id(0) * BT + tl.arange(0, BT)
-    selected = count_chosen(load_chosen(indices, token, token < T, E, K, KP), K, KP, BT, EP)
+def _count_kernel(indices, counts, T, E, K, COUNTED: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr):
     expert = tl.arange(0, EP)
+    selected = tl.zeros([BT, EP], tl.int32)
+    for i in tl.static_range(0, COUNTED, BT):
+        token = tl.program_id(0) * COUNTED + i + tl.arange(0, BT)
+        selected += read_choices(indices, token, token < T, E, K, BT, EP)[0]
     tl.store(counts + tl.program_id(0).to(tl.int64) * E + expert, tl.sum(selected, 0), expert < E)
 
 
 @triton.jit(do_not_specialize=["T", "MAX_TILES"])
 def _single_kernel(
-    indices, order, inverse, offsets, tiles, T, E, K, MAX_TILES,
-    KP: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr, TILE: tl.constexpr,
+    indices, order, inverse, offsets, tiles, T, E, K, MAX_TILES, ONE: tl.constexpr, TILE: tl.constexpr, BT: tl.constexpr,
+    EP: tl.constexpr,
 ):  # fmt: skip
-    token = tl.arange(0, BT)
-    live = token < T
-    chosen = load_chosen(indices, token, live, E, K, KP)
-    selected = count_chosen(chosen, K, KP, BT, EP)
-    expert = tl.arange(0, EP)
-    total = tl.where(expert < E, tl.sum(selected, 0), 0)
-    place(chosen, selected, tl.zeros([EP], tl.int32), total, token, live, order, inverse, E, K, KP, EP)
-    tabulate(total, offsets, tiles, 0, 1, E, MAX_TILES, TILE, EP)
+    index_all(indices, order, inverse, offsets, tiles, T, E, K, MAX_TILES, False, ONE, TILE, BT, EP)
 
 
 def launch(indices: Tensor, experts: int, tile_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -108,16 +96,15 @@ def launch(indices: Tensor, experts: int, tile_rows: int) -> tuple[Tensor, Tenso
     if not sizes["rows"]:
         return order, inverse, offsets.zero_(), tiles.zero_()
     indices = indices.contiguous()
-    block, single = configure(tokens, experts)
-    shared = {"KP": next_power_of_2(top_k), "BT": block, "EP": index_block(experts)}
-    warps = warps_for(block, experts)
+    counted, block = _most(experts), index_tile(experts)
+    shared = {"BT": min(block, counted), "EP": index_block(experts), "num_warps": INDEX_WARPS}
     with on_device(indices):
-        if single:
+        if tokens <= counted:
             _launch(_single_kernel, (1,), (indices, *index, tokens, experts, top_k, tiles.shape[0]),
-                    {**shared, "TILE": height(tokens, top_k, experts, tile_rows), "num_warps": warps})  # fmt: skip
+                    {**shared, "ONE": tokens <= block, "TILE": height(tokens, top_k, experts, tile_rows)})  # fmt: skip
         else:
-            _launch(_count_kernel, (counts.shape[0],), (indices, counts, tokens, experts, top_k), {**shared, "num_warps": warps})
-            launch_index(indices, counts, index, experts, tile_rows, block, target_of(indices.device))
+            _launch(_count_kernel, (counts.shape[0],), (indices, counts, tokens, experts, top_k), {**shared, "COUNTED": counted})
+            launch_index(indices, counts, index, experts, tile_rows, counted, False, target_of(indices.device))
     return order, inverse, offsets, tiles
 
 

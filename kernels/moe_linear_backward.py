@@ -110,7 +110,7 @@ SPEC = Spec(
     derive=_axes,
     read_bytes={"weight": expert_bytes("weight"), "bias": expert_bytes("bias"), "tiles": tile_bytes},
     scratch={
-        "rows_x": Write("slot_rows in", "x", flag("need_x")),
+        "rows_x": Write("slot_rows in", "x", flag("need_x"), inside="grad_weight"),  # which is written after grad_x is summed
         "weighted": Write("summed_rows in", "x", flag("need_weight")),
         "part": Write("in_tiles summed_rows", "accumulate:x", flag("need_weights")),
     },
@@ -181,7 +181,7 @@ def launch(
     args.update({name: args[name].contiguous() for name in _moe.INDEX})
     results = SPEC.empty(args, sizes)
     dx, dw, db, d_weights, d_out_bias = results
-    rows_x, weighted, part = SPEC.empty_scratch(args, sizes)
+    rows_x, weighted, part = SPEC.empty_scratch(args, sizes, results)
     with on_device(x):
         if not sizes["tokens"]:
             for result in results:
@@ -191,7 +191,7 @@ def launch(
             if need_x:
                 # weight `out in` is the transpose of what this product takes
                 rows_launch("grad_rows", grad_out, weight, None, rows_x, args, sizes, not transposed, source="slots", width=width)
-                combine_launch(rows_x, args["inverse"], None, None, dx, sizes["top_k"])
+                combine_launch(rows_x, args["inverse"], None, None, dx, sizes["top_k"])  # past here rows_x is gone
             if need_weight:
                 grad_weight_launch(grad_out, x, dw, transposed, args, sizes, slots=True, width=width)
             if need_bias:

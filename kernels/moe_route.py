@@ -18,8 +18,8 @@ Scores are fp32 from the logits as they were rounded. Where the scores of all ch
 A token with NaN gets weights of NaN and some experts, distinct as every token's are, so that the index stays right.
 
 HBM, in elements: reads x, weight, bias and correction_bias once; writes weights, indices, logits and the index. Few tokens: the
-logits in parts of hidden, fp32 [splits, tokens, experts], then choice and index in one program. More: a launch each. Many: the
-choice in the epilogue of the GEMM, then the index. The backward is in moe_route_backward.py.
+logits in parts of hidden, fp32 [splits, tokens, experts], then the choice, whose last program makes the index. More: a launch
+each. Many: the choice in the epilogue of the GEMM, then the index. The backward is in moe_route_backward.py.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from torch import Tensor
 
 from . import moe_route_backward
 from ._gemm import accumulator, load_tile
-from ._lang import cdiv, next_power_of_2, tl, triton
+from ._lang import cdiv, tl, triton
 from ._launch import contiguous_last, on_device
 from ._launch import launch as _launch
+from ._math import last_of
 from ._moe_choice import choose
 from ._moe_index import (
-    count_chosen,
+    INDEX_WARPS,
     height,
+    index_all,
     index_axes,
     index_block,
     index_reference,
+    index_tile,
     launch_index,
-    load_chosen,
-    place,
-    tabulate,
     warps_for,
 )
 from ._router import check_router
@@ -55,7 +55,7 @@ from ._target import Target, target_of
 @dataclass(frozen=True)
 class Config:
     block_tokens: int  # of a tile that is chosen for at once
-    single: bool  # one program chooses for all tokens, and makes the index too
+    last: bool  # of the programs that choose the last also makes the index
     fused: bool  # the programs that multiply also choose
     gemm_tokens: int
     gemm_experts: int
@@ -73,8 +73,8 @@ def configure(tokens: int, experts: int, itemsize: int, target: Target) -> Confi
     ep = index_block(experts)
     most = max(16, 8192 // ep)  # a matrix [block_tokens, experts] of 16 warps, of which a program holds several
 
-    def split(block: int, single: bool, rows: int, cols: int, splits: int) -> Config:
-        return Config(block, single, False, rows, min(ep, cols), splits, *_ring(rows + min(ep, cols), itemsize, target))
+    def split(block: int, last: bool, rows: int, cols: int, splits: int) -> Config:
+        return Config(block, last, False, rows, min(ep, cols), splits, *_ring(rows + min(ep, cols), itemsize, target))
 
     if target.batch_invariant or tokens > 1024:  # the order of the sums over hidden must not depend on the tokens
         block = min(most, 64 if target.batch_invariant or tokens > 4096 else 32)
@@ -83,14 +83,15 @@ def configure(tokens: int, experts: int, itemsize: int, target: Target) -> Confi
         return Config(block, False, True, block, ep, 1, *_ring(block + ep, itemsize, target))
     if tokens <= 64:
         tile = next(t for t in (16, 32, 64) if tokens <= t)
-        return split(min(tile, most if ep <= 128 else most // 2), True, tile, 16, 8 if tokens <= 16 else 4)
+        # A token a warp: no maximum over its experts waits for another warp.
+        return split(1 if tokens == 1 else INDEX_WARPS, True, tile, 16, 8 if tokens <= 16 else 4)
     return split(min(16, most), False, 64, 64, 4)
 
 
 def launches(tokens: int, experts: int, itemsize: int, target: Target) -> int:
     """GPU launches of one call: product and choice, together or not, and the index where the choice has not made it."""
     c = configure(tokens, experts, itemsize, target)
-    return 2 if c.single or c.fused else 3
+    return 2 if c.last or c.fused else 3
 
 
 def _ring(rows: int, itemsize: int, target: Target) -> tuple[int, int]:
@@ -107,7 +108,7 @@ def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
         return found  # a trace for any length: no result has the axes of scratch
     c = configure(tokens, experts, x.element_size(), target_of(x.device))
     token_tiles = cdiv(tokens, c.block_tokens)
-    more = {"alone": token_tiles} if c.single else {"token_tiles": token_tiles}
+    more = {"arrivals": 1} if c.last else {"token_tiles": token_tiles}
     if not c.fused:
         more["splits"] = c.splits
     return {**found, **more}
@@ -152,14 +153,13 @@ SPEC = Spec(
         "offsets": Write("experts+1", "int32"),
         "tiles": Write("max_tiles 4", "int32"),
     },
-    scratch={"partial": Write("splits tokens experts", "accumulate:x"), "counts": Write("token_tiles experts", "int32")},
+    scratch={"partial": Write("splits tokens experts", "accumulate:x"), "arrived": Write("arrivals", "int32"),
+             "counts": Write("token_tiles experts", "int32")},
     derive=_axes,
     stages=(
-        Stage("moe_logits", ("x", "weight"), ("partial",), _gemm_flops),
-        Stage("moe_choice", ("partial", "bias", "correction_bias"), ("weights", "indices", "logits", *_INDEX), _choice_flops,
-              when=lambda s: s.get("alone", 2) <= 1),
-        Stage("moe_choice", ("partial", "bias", "correction_bias", "indices"), ("weights", "indices", "logits", *_INDEX),
-              _choice_flops, when=lambda s: s.get("alone", 0) > 1),  # reads again what it chose for its first tiles
+        Stage("moe_logits", ("x", "weight"), ("partial", "arrived"), _gemm_flops),
+        Stage("moe_choice", ("partial", "bias", "correction_bias", "arrived", "indices"),
+              ("weights", "indices", "logits", "arrived", *_INDEX), _choice_flops, "arrived"),
         Stage("moe_choice", ("partial", "bias", "correction_bias"), ("weights", "indices", "logits", "counts"), _choice_flops,
               when=lambda s: "token_tiles" in s and "splits" in s),
         Stage("moe_route", ("x", "weight", "bias", "correction_bias"), ("weights", "indices", "logits", "counts"),
@@ -227,10 +227,12 @@ def _product(x, weight, row, col, start, end, T, E, stride_x, stride_w, BT: tl.c
 
 @triton.jit(do_not_specialize=["T"])
 def _logits_kernel(
-    x, weight, partial, T, E, H, SPAN, stride_x, stride_w,
+    x, weight, partial, arrived, T, E, H, SPAN, stride_x, stride_w,
     BT: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Grid (token tiles, expert tiles, parts of SPAN columns of hidden)."""
+    """Grid (token tiles, expert tiles, parts of SPAN columns of hidden). arrived: for those who count themselves there next."""
+    if arrived is not None and (tl.program_id(0) == 0) & (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
+        tl.store(arrived, 0)
     row = tl.program_id(0) * BT
     col = tl.program_id(1) * BE
     part = tl.program_id(2)
@@ -252,64 +254,37 @@ def _sum_parts(partial, token, live, T, E, SPLITS: tl.constexpr, BT: tl.constexp
     return acc
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "MAX_TILES"])
 def _choice_kernel(
-    partial, bias, correction, weights, indices, logits, counts, T, E, K, groups, topk_groups, eps, scale,
-    SPLITS: tl.constexpr, SCORING: tl.constexpr, KP: tl.constexpr, GROUPED: tl.constexpr, SIZE: tl.constexpr,
-    TOP2: tl.constexpr, RENORMALISE: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr, ACC: tl.constexpr,
+    partial, bias, correction, weights, indices, logits, counts, arrived, order, inverse, offsets, tiles, T, E, K, MAX_TILES,
+    groups, topk_groups, eps, scale, SPLITS: tl.constexpr, SCORING: tl.constexpr, GROUPED: tl.constexpr, SIZE: tl.constexpr,
+    TOP2: tl.constexpr, RENORMALISE: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr, ACC: tl.constexpr, ONE: tl.constexpr,
+    TILE: tl.constexpr, BI: tl.constexpr,
 ):  # fmt: skip
-    """Grid (token tiles)."""
+    """Grid (token tiles). Either leaves the counts for the launch that makes the index, or counts itself in `arrived`, and the
+    last one makes it; ONE, BI, TILE: see index_all."""
     numbers = (groups, topk_groups, eps, scale)
     program = tl.program_id(0)
     token = program * BT + tl.arange(0, BT)
     expert = tl.arange(0, EP)
     acc = _sum_parts(partial, token, token < T, T, E, SPLITS, BT, EP, ACC)
-    _, selected = choose(acc, token, token < T, bias, correction, weights, indices, logits, E, K, numbers, SCORING, KP, GROUPED,
-                         SIZE, TOP2, RENORMALISE, BT, EP)  # fmt: skip
-    tl.store(counts + program.to(tl.int64) * E + expert, tl.sum(selected, 0), expert < E)
-
-
-@triton.jit(do_not_specialize=["T", "MAX_TILES"])
-def _single_kernel(
-    partial, bias, correction, weights, indices, logits, order, inverse, offsets, tiles, T, E, K, MAX_TILES, groups, topk_groups,
-    eps, scale, ONE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, SCORING: tl.constexpr, KP: tl.constexpr,
-    GROUPED: tl.constexpr, SIZE: tl.constexpr, TOP2: tl.constexpr, RENORMALISE: tl.constexpr, BT: tl.constexpr,
-    EP: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """One program: the choice for all token tiles, ONE or more, and the index."""
-    numbers = (groups, topk_groups, eps, scale)
-    token = tl.arange(0, BT)
-    nothing = tl.zeros([EP], tl.int32)
-    if ONE:
-        acc = _sum_parts(partial, token, token < T, T, E, SPLITS, BT, EP, ACC)
-        chosen, selected = choose(acc, token, token < T, bias, correction, weights, indices, logits, E, K, numbers, SCORING, KP,
-                                  GROUPED, SIZE, TOP2, RENORMALISE, BT, EP)  # fmt: skip
-        total = tl.sum(selected, 0)
-        place(chosen, selected, nothing, total, token, token < T, order, inverse, E, K, KP, EP)
+    slots = choose(acc, token, token < T, bias, correction, weights, indices, logits, E, K, numbers, SCORING, GROUPED, SIZE, TOP2,
+                   RENORMALISE, BT, EP)  # fmt: skip
+    if arrived is None:
+        tl.store(counts + program.to(tl.int64) * E + expert, tl.sum((slots >= 0).to(tl.int32), 0), expert < E)
     else:
-        total = nothing
-        for i in range(tl.cdiv(T, BT)):
-            at = i * BT + token
-            acc = _sum_parts(partial, at, at < T, T, E, SPLITS, BT, EP, ACC)
-            _, selected = choose(acc, at, at < T, bias, correction, weights, indices, logits, E, K, numbers, SCORING, KP,
-                                 GROUPED, SIZE, TOP2, RENORMALISE, BT, EP)  # fmt: skip
-            total += tl.sum(selected, 0)
-        tl.debug_barrier()  # the indices, which other threads of this program wrote, are read again
-        before = nothing
-        for i in range(tl.cdiv(T, BT)):
-            at = i * BT + token
-            chosen = load_chosen(indices, at, at < T, E, K, KP)
-            selected = count_chosen(chosen, K, KP, BT, EP)
-            place(chosen, selected, before, total, at, at < T, order, inverse, E, K, KP, EP)
-            before += tl.sum(selected, 0)
-    tabulate(total, offsets, tiles, 0, 1, E, MAX_TILES, TILE, EP)
+        if BT == 1:  # of one token there is one program
+            tl.debug_barrier()
+            index_all(indices, order, inverse, offsets, tiles, T, E, K, MAX_TILES, True, ONE, TILE, BI, EP)
+        elif last_of(arrived, tl.num_programs(0)):
+            index_all(indices, order, inverse, offsets, tiles, T, E, K, MAX_TILES, True, ONE, TILE, BI, EP)
 
 
 @triton.jit(do_not_specialize=["T"])
 def _route_kernel(
     x, weight, bias, correction, weights, indices, logits, counts, T, E, K, H, stride_x, stride_w, groups, topk_groups, eps,
-    scale, BK: tl.constexpr, STAGES: tl.constexpr, SCORING: tl.constexpr, KP: tl.constexpr, GROUPED: tl.constexpr,
-    SIZE: tl.constexpr, TOP2: tl.constexpr, RENORMALISE: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr, ACC: tl.constexpr,
+    scale, BK: tl.constexpr, STAGES: tl.constexpr, SCORING: tl.constexpr, GROUPED: tl.constexpr, SIZE: tl.constexpr,
+    TOP2: tl.constexpr, RENORMALISE: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Grid (token tiles): the whole logits of a tile, and the choice."""
     numbers = (groups, topk_groups, eps, scale)
@@ -317,9 +292,9 @@ def _route_kernel(
     token = program * BT + tl.arange(0, BT)
     expert = tl.arange(0, EP)
     acc = _product(x, weight, program * BT, 0, 0, H, T, E, stride_x, stride_w, BT, EP, BK, STAGES, ACC)
-    _, selected = choose(acc, token, token < T, bias, correction, weights, indices, logits, E, K, numbers, SCORING, KP, GROUPED,
-                         SIZE, TOP2, RENORMALISE, BT, EP)  # fmt: skip
-    tl.store(counts + program.to(tl.int64) * E + expert, tl.sum(selected, 0), expert < E)
+    slots = choose(acc, token, token < T, bias, correction, weights, indices, logits, E, K, numbers, SCORING, GROUPED, SIZE, TOP2,
+                   RENORMALISE, BT, EP)  # fmt: skip
+    tl.store(counts + program.to(tl.int64) * E + expert, tl.sum((slots >= 0).to(tl.int32), 0), expert < E)
 
 
 def launch(
@@ -333,7 +308,7 @@ def launch(
     sizes = SPEC.axes(args)
     weights, indices, logits, *index = SPEC.empty(args, sizes)
     order, inverse, offsets, tiles = index
-    partial, counts = SPEC.empty_scratch(args, sizes)
+    partial, arrived, counts = SPEC.empty_scratch(args, sizes)
     tokens, experts, hidden = sizes["tokens"], sizes["experts"], sizes["hidden"]
     if not tokens:
         return weights, indices, logits, order, inverse, offsets.zero_(), tiles.zero_()
@@ -342,12 +317,12 @@ def launch(
     target = target_of(x.device)
     c = configure(tokens, experts, x.element_size(), target)
     ring = {"BK": c.block_k, "STAGES": c.num_stages}
+    ep = index_block(experts)
     how = {
-        "SCORING": scoring, "KP": next_power_of_2(top_k), "GROUPED": groups > 1,
-        "SIZE": experts // groups, "TOP2": group_score == "top2", "RENORMALISE": renormalise, "BT": c.block_tokens,
-        "EP": index_block(experts), "ACC": accumulator(x), "num_warps": warps_for(c.block_tokens, experts),
+        "SCORING": scoring, "GROUPED": groups > 1, "SIZE": experts // groups, "TOP2": group_score == "top2",
+        "RENORMALISE": renormalise, "BT": c.block_tokens, "EP": ep, "ACC": accumulator(x),
     }  # fmt: skip
-    token_tiles = cdiv(tokens, c.block_tokens)
+    token_tiles, warps = cdiv(tokens, c.block_tokens), warps_for(c.block_tokens, experts)
     given = (bias, correction_bias, weights, indices, logits)
     rule = (groups, topk_groups, eps, None if scale == 1.0 else scale)
     with on_device(x):
@@ -355,27 +330,26 @@ def launch(
             _launch(
                 _route_kernel, (token_tiles,),
                 (x, weight, *given, counts, tokens, experts, top_k, hidden, x.stride(0), weight.stride(0), *rule),
-                {**ring, **how, "num_warps": max(4, how["num_warps"] // 2), "num_stages": c.num_stages},
+                {**ring, **how, "num_warps": max(4, warps // 2), "num_stages": c.num_stages},
             )  # fmt: skip
         else:
             span = cdiv(cdiv(hidden, c.splits), c.block_k) * c.block_k
             _launch(
                 _logits_kernel, (cdiv(tokens, c.gemm_tokens), cdiv(experts, c.gemm_experts), c.splits),
-                (x, weight, partial, tokens, experts, hidden, span, x.stride(0), weight.stride(0)),
+                (x, weight, partial, arrived if c.last else None, tokens, experts, hidden, span, x.stride(0), weight.stride(0)),
                 {"BT": c.gemm_tokens, "BE": c.gemm_experts, **ring, "ACC": accumulator(x),
                  "num_warps": 8 if c.gemm_tokens * c.gemm_experts > 8192 else 4, "num_stages": c.num_stages},
             )  # fmt: skip
-            if c.single:
-                _launch(
-                    _single_kernel, (1,), (partial, *given, *index, tokens, experts, top_k, tiles.shape[0], *rule),
-                    {"ONE": token_tiles == 1, "TILE": height(tokens, top_k, experts, tile_rows), "SPLITS": c.splits, **how,
-                     "num_warps": min(16, 2 * how["num_warps"]) if token_tiles > 1 else how["num_warps"]},
-                )  # fmt: skip
-            else:
-                _launch(_choice_kernel, (token_tiles,), (partial, *given, counts, tokens, experts, top_k, *rule),
-                        {"SPLITS": c.splits, **how})  # fmt: skip
-        if not c.single:
-            launch_index(indices, counts, tuple(index), experts, tile_rows, c.block_tokens, target)
+            block = min(index_tile(experts), c.block_tokens if tokens == 1 else c.gemm_tokens)
+            own = (None, arrived, *index) if c.last else (counts, *[None] * 5)
+            _launch(
+                _choice_kernel, (token_tiles,), (partial, *given, *own, tokens, experts, top_k, tiles.shape[0], *rule),
+                {"SPLITS": c.splits, **how, "ONE": c.last and tokens <= block, "BI": block if c.last else 0,
+                 "TILE": height(tokens, top_k, experts, tile_rows) if c.last else 0,
+                 "num_warps": c.block_tokens if c.last else warps},
+            )  # fmt: skip
+        if not c.last:
+            launch_index(indices, counts, tuple(index), experts, tile_rows, c.block_tokens, True, target)
     return weights, indices, logits, order, inverse, offsets, tiles
 
 

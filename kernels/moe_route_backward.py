@@ -9,7 +9,8 @@ With S the scores (0 outside the chosen with "softmax_chosen"), g the gradient o
 
 Nothing is saved but logits and indices: the scores are computed again. d_logits has the dtype of the logits; where that is fp32
 beside operands of 16 bits, it is multiplied as the sum of two bf16 numbers, 16 bits of mantissa. Where D is 0, so are its
-gradients. grad_x is a product of the launch that makes d_logits, but for fp32 operands, which do not fit its registers.
+gradients. grad_x is a product of the launch that makes d_logits, but for fp32 operands and many experts, which do not fit its
+registers.
 
 HBM, in elements: reads logits, indices, their gradients, x, weight and, for the weight, d_logits once; writes the gradients,
 and d_logits. grad_weight and grad_bias are sums over parts of the tokens in a fixed order: equal bits from run to run.
@@ -17,12 +18,14 @@ and d_logits. grad_weight and grad_bias are sums over parts of the tokens in a f
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from ._gemm import accumulator, grad_input, load_tile, store_tile, sum_rows
 from ._lang import cdiv, tl, triton
-from ._launch import contiguous_last, on_device
+from ._launch import contiguous_last, descriptor, on_device, tma_ready
 from ._launch import launch as _launch
 from ._moe_choice import scores_of
 from ._moe_index import index_block
@@ -32,21 +35,48 @@ from ._target import Target, target_of
 _WEIGHTS = flag("need_weight", "need_bias")
 
 
-def _input_config(experts: int, itemsize: int, target: Target) -> tuple[int, int, int]:
-    """(tokens, columns of hidden, warps) of a tile of grad_x. Not measured: a program holds several [tokens, experts]."""
+@dataclass(frozen=True)
+class _Input:
+    """How grad_x is made: tokens and columns of a tile, its warps, the ring of the weight's tiles, how many programs an SM shall
+    hold, and for that the most registers a thread, if it would take more."""
+
+    tokens: int
+    cols: int
+    warps: int
+    stages: int = 2
+    per_sm: int = 1
+    registers: int | None = None
+    tma: bool = False
+
+
+def _input_config(experts: int, itemsize: int, products: int, tma: bool, target: Target) -> _Input:
+    """products: of 16-bit operands, see _times; tma: whether weight and grad_x suit it. A program makes d_logits once and then
+    walks along hidden. On sm_90 tiles of 64 tokens are wgmma's, the ring and the store go by TMA, and a second program on the SM
+    runs while one waits; but rows of d_logits that no 16 bytes divide take too many registers. Not measured."""
     ep = index_block(experts)
+    if target.capability == 90 and itemsize == 2 and tma and (ep <= 64 or experts % 16 == 0):
+        if ep <= 128:
+            # Without the bound d_logits of 128 experts takes 140 registers and more; as three products it would spill.
+            cols, stages = (128, 2) if products == 1 else (64, 3)
+            return _Input(64, cols, 8, stages, 2, 128 if ep == 128 and products < 3 else None, True)
+        if ep == 256:
+            return _Input(64, 64, 16, 3, tma=True)
     tokens = max(16, min(64, 4096 // ep))
     cols = next((n for n in (64, 32) if ep * n * itemsize * 2 <= target.smem_bytes // 2), 16)
-    return tokens, cols, max(4, min(16, tokens * ep // 512))
+    return _Input(tokens, cols, max(4, min(16, tokens * ep // 512)))
 
 
-def _weight_config(sizes: Sizes, wide: bool, target: Target) -> tuple[int, int, int, int]:
-    """(experts, columns of hidden, tokens of a step, parts of the tokens) of grad_weight: about a program an SM. Not measured."""
+def _weight_config(sizes: Sizes, args: Args, target: Target) -> tuple[int, int, int, int, int]:
+    """(experts, columns of hidden, tokens of a step, steps of the ring, parts of the tokens) of grad_weight: about a program an
+    SM, which must have some 40 KB of x on its way to read at the memory's pace. Not measured."""
+    wide = _wide(args)
     block = 64 if wide else 128
     rows = min(index_block(sizes["experts"]), 64 if wide else 128)
     programs = cdiv(sizes["experts"], rows) * cdiv(sizes["hidden"], block)
     parts = max(1, min(target.sms // programs, cdiv(sizes["tokens"], 256)))
-    return rows, block, 32, parts
+    deep = args["x"].element_size() == 2 and target.smem_bytes >= 160 * 1024
+    step, stages = (64, 4) if deep and rows >= 64 else (32, 6 if deep else 3)
+    return rows, block, step, stages, parts
 
 
 def _wide(args: Args) -> bool:
@@ -54,14 +84,15 @@ def _wide(args: Args) -> bool:
 
 
 def _inline(args: Args) -> bool:
-    """Whether grad_x is made where d_logits is."""
-    return args["x"].element_size() < 4
+    """Whether grad_x is made where d_logits is. Of many experts a program has few tokens, and all would read the weight again."""
+    x, logits = args["x"], args["logits"]
+    return x.element_size() < 4 and (logits.shape[1] <= 256 or logits.dtype is not x.dtype)
 
 
 def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
     if not isinstance(sizes["tokens"], int):
         return {}  # a trace for any length: no result has the axes of scratch
-    parts = _weight_config(sizes, _wide(args), target_of(args["x"].device))[3]
+    parts = _weight_config(sizes, args, target_of(args["x"].device))[-1]
     columns = args["need_weight"] * sizes["hidden"] + args["need_bias"]
     return {"columns": columns, "inline": int(_inline(args)), **({"parts": parts} if parts > 1 and columns else {})}
 
@@ -156,38 +187,38 @@ def _times(a, b, acc, ACC: tl.constexpr):
 
 @triton.jit
 def _logits_gradient(
-    logits, indices, grad_weights, grad_logits, token, live, E, K, eps, scale,
+    logits, indices, grad_weights, grad_logits, live, at, real, E, K, eps, scale,
     SCORING: tl.constexpr, RENORMALISE: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """[BT, EP], 0 where there is no token or expert."""
+    """[BT, EP], of use where there are a token and an expert; 0 in a token's other columns. The tensors begin at the tile's first
+    token; live, real: what exists of the tokens and of the tile."""
     expert = tl.arange(0, EP)
-    real = live[:, None] & (expert < E)[None, :]
-    at = token[:, None].to(tl.int64) * E + expert[None, :]
     d = tl.zeros([BT, EP], ACC)
     if grad_weights is not None:
-        own = tl.zeros([BT, EP], tl.int32)
-        g = tl.zeros([BT, EP], ACC)
-        for j in range(K):
-            slot = token.to(tl.int64) * K + j
-            e = tl.load(indices + slot, live, other=-1)
-            hit = expert[None, :] == e[:, None]
-            own += hit.to(tl.int32)
-            g = tl.where(hit, tl.load(grad_weights + slot, live, other=0.0).to(ACC)[:, None], g)
-        chosen = own > 0
         scores = tl.load(logits + at, real, other=0.0).to(ACC)
+        # One number of an expert goes round the loop: the bits of its gradient, or those of a NaN that no arithmetic makes. Made
+        # from the logits, they lie among the threads as those do, of a few rows each: else each would load for all rows.
+        BITS: tl.constexpr = tl.int64 if ACC == tl.float64 else tl.int32
+        found = (scores > float("inf")).to(BITS) - 2
+        for j in range(K):
+            slot = tl.arange(0, BT) * K + j
+            e = tl.load(indices + slot, live, other=-1)
+            own = tl.load(grad_weights + slot, live, other=0.0).to(ACC).to(BITS, bitcast=True)
+            found = tl.where(expert[None, :] == e[:, None], own[:, None], found)
+        chosen = found != -2
+        g = tl.where(chosen, found.to(ACC, bitcast=True), 0.0)
         scores = scores_of(scores, chosen if SCORING == "softmax_chosen" else (expert < E)[None, :], SCORING)
         if RENORMALISE:
-            mine = tl.where(chosen, scores, 0.0)
-            total = tl.sum(mine, 1) + eps
-            total = tl.where(total == 0.0, float("inf"), total)[:, None]
-            g = tl.where(chosen, (g - tl.sum(g * mine, 1)[:, None] / total) / total, 0.0)
+            total = tl.sum(tl.where(chosen, scores, 0.0), 1) + eps
+            total = tl.where(total == 0.0, float("inf"), total)
+            mean = tl.sum(tl.where(chosen, scores * g, 0.0), 1) / total
+            g = tl.where(chosen, (g - mean[:, None]) / total[:, None], 0.0)
         if scale is not None:
             g *= scale
         if SCORING == "sigmoid":
             d = tl.where(chosen, scores * (1.0 - scores) * g, 0.0)
         else:
             d = scores * (g - tl.sum(scores * g, 1)[:, None])
-        d = tl.where(real, d, 0.0)  # without a token there are no chosen, whose softmax is 0/0
     if grad_logits is not None:
         d += tl.load(grad_logits + at, real, other=0.0).to(ACC)
     return d
@@ -197,21 +228,28 @@ def _logits_gradient(
 def _input_kernel(
     logits, indices, grad_weights, grad_logits, weight, d_logits, grad_x, T, E, K, H, SPAN, stride_w, eps, scale,
     SCORING: tl.constexpr, RENORMALISE: tl.constexpr, NEED_X: tl.constexpr, NEED_D: tl.constexpr, BT: tl.constexpr,
-    BH: tl.constexpr, EP: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
+    BH: tl.constexpr, EP: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Grid (token tiles, parts of SPAN columns of hidden); the first part writes d_logits."""
     row = tl.program_id(0) * BT
-    token = row + tl.arange(0, BT)
-    d = _logits_gradient(logits, indices, grad_weights, grad_logits, token, token < T, E, K, eps, scale, SCORING, RENORMALISE,
-                         BT, EP, ACC).to(logits.dtype.element_ty)  # fmt: skip
+    first = row.to(tl.int64)
+    live = row + tl.arange(0, BT) < T
+    at = tl.arange(0, BT)[:, None] * E + tl.arange(0, EP)[None, :]
+    real = live[:, None] & (tl.arange(0, EP) < E)[None, :]
+    if grad_weights is not None:
+        grad_weights += first * K
+    if grad_logits is not None:
+        grad_logits += first * E
+    d = _logits_gradient(logits + first * E, indices + first * K, grad_weights, grad_logits, live, at, real, E, K, eps, scale,
+                         SCORING, RENORMALISE, BT, EP, ACC).to(logits.dtype.element_ty)  # fmt: skip
     if NEED_D:
         if tl.program_id(1) == 0:
-            store_tile(d_logits, row, 0, d, T, E, E, BT, EP, False)
+            tl.store(d_logits + first * E + at, d, real)
     if NEED_X:
         start = tl.program_id(1) * SPAN
         for h in tl.range(start, tl.minimum(start + SPAN, H), BH, num_stages=STAGES):
-            w = load_tile(weight, 0, h, E, H, stride_w, EP, BH, False)
-            store_tile(grad_x, row, h, _times(d, w, tl.zeros([BT, BH], ACC), ACC), T, H, H, BT, BH, False)
+            w = load_tile(weight, 0, h, E, H, stride_w, EP, BH, TMA)
+            store_tile(grad_x, row, h, _times(d, w, tl.zeros([BT, BH], ACC), ACC), T, H, H, BT, BH, TMA)
 
 
 @triton.jit(do_not_specialize=["T", "SPAN"])
@@ -259,25 +297,28 @@ def launch(
     x, weight, logits, indices = contiguous_last(x), contiguous_last(weight), logits.contiguous(), indices.contiguous()
     grad_weights, grad_logits = (None if g is None else g.contiguous() for g in (grad_weights, grad_logits))
     target, acc = target_of(x.device), accumulator(x)
-    block, cols, warps = _input_config(experts, weight.element_size(), target)
-    token_tiles = cdiv(tokens, block)
+    products = 1 if logits.dtype is x.dtype else 3 if x.dtype is torch.float16 else 2
     # Few token tiles share the columns out among the SMs; each recomputes the small d_logits.
     inline = need_x and _inline(args)
-    parts = max(1, min(target.sms // token_tiles, cdiv(hidden, cols))) if inline else 1
-    span = cdiv(cdiv(hidden, parts), cols) * cols
+    c = _input_config(experts, weight.element_size(), products, inline and tma_ready(weight, grad_x), target)
+    token_tiles, block = cdiv(tokens, c.tokens), index_block(experts)
+    parts = max(1, min(target.sms * c.per_sm // token_tiles, cdiv(hidden, c.cols))) if inline else 1
+    span = cdiv(cdiv(hidden, parts), c.cols) * c.cols
     with on_device(x):
         if need_x or need_weight or need_bias:
             _launch(
                 _input_kernel, (token_tiles, cdiv(hidden, span)),
-                (logits, indices, grad_weights, grad_logits, weight, d_logits, grad_x, tokens, experts, sizes["top_k"], hidden,
-                 span, weight.stride(0), eps, None if scale == 1.0 else scale),
-                {"SCORING": scoring, "RENORMALISE": renormalise, "NEED_X": inline, "NEED_D": d_logits.numel() > 0, "BT": block,
-                 "BH": cols, "EP": index_block(experts), "STAGES": 2, "ACC": acc, "num_warps": warps, "num_stages": 2},
+                (logits, indices, grad_weights, grad_logits, descriptor(weight, [block, c.cols]) if c.tma else weight, d_logits,
+                 descriptor(grad_x, [c.tokens, c.cols]) if c.tma else grad_x, tokens, experts, sizes["top_k"], hidden, span,
+                 weight.stride(0), eps, None if scale == 1.0 else scale),
+                {"SCORING": scoring, "RENORMALISE": renormalise, "NEED_X": inline, "NEED_D": d_logits.numel() > 0, "BT": c.tokens,
+                 "BH": c.cols, "EP": block, "TMA": c.tma, "STAGES": c.stages, "ACC": acc, "num_warps": c.warps,
+                 "num_stages": c.stages, **({"maxnreg": c.registers} if c.registers else {})},
             )  # fmt: skip
         if need_x and not inline:
             grad_input([d_logits], [weight], grad_x)
         if need_weight or need_bias:
-            rows, cols, step, parts = _weight_config(sizes, _wide(args), target)
+            rows, cols, step, stages, parts = _weight_config(sizes, args, target)
             whole = need_weight * experts * hidden
             flat = partial.view(parts, -1) if parts > 1 else partial
             to = (flat, flat[:, whole:]) if parts > 1 else (grad_weight, grad_bias)
@@ -285,8 +326,8 @@ def launch(
             _launch(
                 _weight_kernel, (cdiv(experts, rows), cdiv(hidden, cols) if need_weight else 1, parts),
                 (d_logits, x, *to, tokens, experts, hidden, span, x.stride(0), whole + need_bias * experts),
-                {"NEED_W": need_weight, "NEED_B": need_bias, "BE": rows, "BH": cols, "BK": step, "STAGES": 3, "ACC": acc,
-                 "num_warps": 4 if rows * cols <= 8192 else 8, "num_stages": 3},
+                {"NEED_W": need_weight, "NEED_B": need_bias, "BE": rows, "BH": cols, "BK": step, "STAGES": stages, "ACC": acc,
+                 "num_warps": 4 if rows * cols <= 8192 else 8, "num_stages": stages},
             )  # fmt: skip
             if parts > 1:
                 sum_rows(flat, *(t.view(-1) for t, needed in ((grad_weight, need_weight), (grad_bias, need_bias)) if needed))

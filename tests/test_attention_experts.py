@@ -153,7 +153,7 @@ def test_equal_bits_over_repeats_and_what_is_launched() -> None:
         first = run_ours(module, x)
     # Router, its index with the choice, q's experts, keys and values, rotation, attention, o's experts, their sums.
     assert [launch.kernel for launch in launches] == [
-        "_logits_kernel", "_single_kernel", "_rows_kernel", "_kernel", "_turn_kernel", "_split_kernel", "_rows_kernel",
+        "_logits_kernel", "_choice_kernel", "_rows_kernel", "_kernel", "_turn_kernel", "_split_kernel", "_rows_kernel",
         "_combine_kernel",
     ]  # fmt: skip
     with recording("sm_90"), torch.no_grad():

@@ -104,7 +104,7 @@ def test_launches_of_a_forward(tokens: int) -> None:
     args = case_of(replace(experts, tile_rows=rows)).arguments(BF16)
     with recording("sm_90") as launches:
         call(OP, args)
-    names = {1: ["_gate_up_vector_kernel", "_down_vector_kernel"], 64: ["_gate_up_kernel", "_stream_kernel"]}
+    names = {1: ["_gate_up_vector_kernel", "_down_vector_kernel"], 64: ["_gate_up_kernel", "_rows_kernel"]}
     expected = names[1 if tokens == 1 else 64] if tokens <= 64 else ["_gate_up_kernel", "_rows_kernel", "_combine_kernel"]
     assert kernels(launches) == expected
 
@@ -378,6 +378,25 @@ def test_each_gradient_alone_is_the_same(words: dict[str, Any]) -> None:
             alone = backward.launch(**backward_arguments(OP, args, {n: n == name for n in args}))
             assert torch.equal(alone[i], together[i]), name
             assert not any(g.numel() for j, g in enumerate(alone) if j != i)
+
+
+@pytest.mark.parametrize("tokens", [12, 20, 30])
+@pytest.mark.parametrize("words", [{}, {"laid": "transposed"}, GPT_OSS], ids=["", "transposed", "gpt_oss"])
+def test_the_rows_of_grad_x_lie_in_a_weights_gradient(tokens: int, words: dict[str, Any]) -> None:
+    """In the first that is wanted and as large, with the bits that each has alone; only else in memory of their own."""
+    args, backward = case_of(Experts(tokens=tokens, ffn=8, experts=3, **words)).arguments(BF16), OPS[OP].backward
+    with recording("sm_90") as launches:
+        alone = [backward.launch(**backward_arguments(OP, args, {n: n == name for n in args}))[i] for i, name in enumerate(NAMES)]
+        launches.clear()
+        for wanted in (("x",), NAMES, ("x", "gate_up_weight"), ("x", "down_weight", "weights")):
+            taken = backward_arguments(OP, args, {n: n in wanted for n in args})
+            got = dict(zip(NAMES, backward.launch(**taken)))
+            (y,) = (launch.arguments["y"] for launch in launches if launch.kernel == "_rows_kernel")
+            launches.clear()
+            fit = [n for n in ("gate_up_weight", "down_weight") if n in wanted and got[n].numel() >= 2 * tokens * 24]
+            shared = [n for n in NAMES if got[n].untyped_storage().data_ptr() == y.untyped_storage().data_ptr()]
+            assert shared == fit[:1]
+            assert all(torch.equal(got[n], want) for n, want in zip(NAMES, alone) if n in wanted)
 
 
 @pytest.mark.parametrize("tokens", [1, 20, pytest.param(70, marks=pytest.mark.slow)])

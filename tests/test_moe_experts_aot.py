@@ -18,7 +18,7 @@ from fusedblock.ops import OPS
 BF16 = torch.bfloat16
 # experts, top_k, hidden, ffn of Qwen3-30B-A3B, Mixtral-8x7B and gpt-oss-20b; the last transposed, interleaved and with biases.
 SIZES = {"qwen3": (128, 8, 2048, 768), "mixtral": (8, 2, 4096, 14336), "gpt_oss": (32, 4, 2880, 2880)}
-GATHERED = ("_gate_up_kernel", "_grad_hidden_kernel", "_stream_kernel")
+GATHERED = ("_gate_up_kernel", "_grad_hidden_kernel")
 
 
 def arguments(model: str, tokens: int, tile_rows: int, dtype: torch.dtype, save: bool = True) -> dict[str, Any]:
@@ -57,10 +57,9 @@ def compiled(name: str, model: str, tokens: int, tile_rows: int, dtype: torch.dt
 
 def check(kernels: list[Any], name: str, tile_rows: int, dtype: torch.dtype) -> None:
     for kernel in kernels:
-        # One token is vectors; of few, `down` reads fewer columns at a time than wgmma has rows.
-        wgmma = "_stream" not in kernel.name
-        assert aot.problems([kernel], TARGETS[name], wgmma=wgmma, max_spill_bytes=aot.spills(0)) == []
-        products = re.search("_gate_up_kernel|_rows|_grad_hidden|_grad_weight_kernel|_stream", kernel.name) is not None
+        most = aot.spills(16 if name == "sm_86" else 0)  # of 32 rows, whose program also sums
+        assert aot.problems([kernel], TARGETS[name], wgmma=True, max_spill_bytes=most) == []
+        products = re.search("_gate_up_kernel|_rows|_grad_hidden|_grad_weight_kernel", kernel.name) is not None
         assert aot.has_narrow_dot(kernel) == (products and dtype is BF16)
 
 
@@ -97,7 +96,7 @@ def test_gathered_rows_are_prefetched(tokens: int, rows: int) -> None:
     """Rows that an index names come by cp.async into a ring as deep as the weights': a plain load would wait for memory."""
     kernels = {k.name: k for k in compiled("sm_90", "qwen3", tokens, rows)}
     found = [k for n, k in kernels.items() if n in GATHERED]
-    assert len(found) == (3 if tokens <= 64 else 2)
+    assert len(found) == 2
     for kernel in found:
         ring = kernel.asm["ttgir"]
         assert "ttg.async_copy_global_to_local" in ring

@@ -218,6 +218,19 @@ def test_each_gradient_alone_is_the_same(words: Projections) -> None:
             assert not any(g.numel() for j, g in enumerate(alone) if j != i)
 
 
+@pytest.mark.parametrize("tokens", [20, 120])
+def test_the_rows_of_grad_x_lie_in_the_weights_gradient(tokens: int) -> None:
+    """Where it is wanted and as large: 5 * 40 rows."""
+    args, backward = case_of(Projections(tokens=tokens)).arguments(BF16), OPS[OP].backward
+    for need in (True, False):
+        taken = backward_arguments(OP, args, {n: n == "x" or need for n in args})
+        with recording("sm_90") as launches:
+            got = backward.launch(**taken)
+        (y,) = (launch.arguments["y"] for launch in launches if launch.kernel == "_rows_kernel")
+        assert (got[1].untyped_storage().data_ptr() == y.untyped_storage().data_ptr()) == (need and tokens == 20)
+        assert all(error(g, w.double()) < 6e-3 for g, w in zip(got[: 1 + need], backward.reference(**taken)))
+
+
 def test_reference_is_the_formula() -> None:
     for words in CASES:
         args = case_of(words).arguments(torch.float64)

@@ -49,7 +49,8 @@ def arguments(x: Tensor, weight: Tensor, **options: object) -> Args:
      route_case(31, 40, 20, 3, "softmax", "wide", groups=(5, 2, "max"), scale=16.0)],
     [route_case(70, 136, 40, 3, "softmax", "renormalise"), route_case(150, 73, 20, 2, "softmax_chosen", "bias"),
      route_case(1100, 40, 12, 2, "sigmoid", "correction_bias renormalise wide", groups=(4, 2, "top2"), eps=1e-20),
-     route_case(40, 40, 270, 2, "softmax", "wide")],
+     route_case(40, 40, 270, 2, "softmax", "wide"), route_case(70, 200, 100, 4, "softmax", "renormalise wide"),
+     route_case(70, 136, 150, 4, "sigmoid", "renormalise"), route_case(70, 40, 270, 2)],
 )  # fmt: skip
 def test_route(case, dtype, target):
     check(case, dtype, target)
@@ -62,7 +63,7 @@ def kernels(launches: list) -> list[str]:
 @pytest.mark.parametrize("experts", [8, 128, 270])
 def test_launches(experts, monkeypatch):
     """Two up to 64 tokens, whatever the experts; the choice rides on the GEMM where all experts are one tile of it."""
-    few, some = ["_logits_kernel", "_single_kernel"], ["_logits_kernel", "_choice_kernel", "index_kernel"]
+    few, some = ["_logits_kernel", "_choice_kernel"], ["_logits_kernel", "_choice_kernel", "index_kernel"]
     many = ["_route_kernel", "index_kernel"] if experts <= 128 else some
     names: list[str] = []
     for module in (moe_route, _moe_index):
@@ -421,7 +422,7 @@ def test_configs_fit(name, experts):
             c = moe_route.configure(tokens, experts, itemsize, TARGETS[name])
             ring = c.num_stages * (c.gemm_tokens + c.gemm_experts) * c.block_k * itemsize
             assert ring <= TARGETS[name].smem_bytes
-            assert c.single == (tokens <= 64)
+            assert c.last == (tokens <= 64)
             assert not c.fused or c.gemm_experts >= experts and c.splits == 1 and c.gemm_tokens == c.block_tokens
 
 

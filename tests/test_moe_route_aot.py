@@ -20,6 +20,8 @@ MODELS = {
     "8": (4096, 8, RouterSpec(2, renormalise=True)),
     "128": (2048, 128, RouterSpec(8, renormalise=True)),
     "128-chosen": (2880, 128, RouterSpec(4, scoring="softmax_chosen", bias=True)),
+    "128-wide": (4096, 128, RouterSpec(8, scoring="sigmoid", renormalise=True, eps=1e-20, scale=2.5, correction_bias=True,
+                                       round_logits=False, round_weights=False)),
     "160-groups": (5120, 160, RouterSpec(6, topk_groups=3, scale=16.0, **_GROUPED)),
     "256-groups": (7168, 256, RouterSpec(8, scoring="sigmoid", topk_groups=4, group_score="top2", renormalise=True, eps=1e-20,
                                          scale=2.5, correction_bias=True, **_GROUPED)),
@@ -109,13 +111,14 @@ def test_the_index_of_given_choices(tokens, tile_rows):
         with aot.compile_only(TARGETS["sm_90"]) as kernels:
             OPS["moe_index"].launch(meta(dtype, tokens, 8), 128, tile_rows)
         assert len(kernels) == (1 if tokens == 64 else 2)
-        assert not aot.problems(kernels, TARGETS["sm_90"], max_spill_bytes=aot.spills(0))
+        # 8 bytes in the one program that does all.
+        assert not aot.problems(kernels, TARGETS["sm_90"], max_spill_bytes=aot.spills(8 if tokens == 64 else 0))
 
 
 def test_tokens_compile_no_variants():
     """Fifty numbers of tokens: a variant for each tile height and no more."""
     hashes = {kernel.hash for tokens in range(17, 65, 3) for kernel in forward("sm_90", BF16, "128", tokens)}
-    assert len(hashes) == 4  # two launches, tiles of 32 and of 64 tokens
+    assert len(hashes) == 3  # logits in tiles of 32 and of 64 tokens; the choice
     hashes = {kernel.hash for tokens in range(66, 1024, 40) for kernel in forward("sm_90", BF16, "128", tokens)}
     assert len(hashes) == 3
 

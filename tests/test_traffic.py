@@ -63,6 +63,33 @@ def test_write_races_between_programs_are_counted():
     assert [launch.total("read_write_races") for launch in traffic.launches] == [0, 0, 0, 2]
 
 
+@triton.jit
+def sum_when_last_kernel(x, y, counters, EARLY: tl.constexpr):
+    """The last program sums what all have stored; EARLY: each counts itself before it has stored."""
+    p = tl.program_id(0)
+    if EARLY:
+        before = tl.atomic_add(counters, 1)
+        tl.store(y + p, p + 1)
+    else:
+        tl.store(y + p, p + 1)
+        before = tl.atomic_add(counters, 1)
+    if before == tl.num_programs(0) - 1:
+        tl.store(x, tl.sum(tl.load(y + tl.arange(0, 4)), 0))
+        tl.store(y, 0)
+    elif p == 0:
+        tl.atomic_add(counters + 1, 1)  # another counter tells the others nothing
+
+
+def test_atomics_order_programs():
+    """Of stores before its atomic whoever comes there later knows, of those after it nobody."""
+    for early, races in ((False, (0, 0)), (True, (1, 3))):
+        x, y, counters = torch.zeros(1, dtype=torch.int32), torch.zeros(4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+        with count_traffic() as traffic:
+            sum_when_last_kernel[(4,)](x, y, counters, EARLY=early)
+        assert (x.item(), y.tolist()) == (10, [0, 2, 3, 4])
+        assert (traffic.total("write_races"), traffic.total("read_write_races")) == races
+
+
 def test_traffic_of_a_copy():
     x, y = torch.zeros(100, dtype=BF16), torch.zeros(100)
     with count_traffic() as traffic:

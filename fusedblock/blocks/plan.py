@@ -153,7 +153,7 @@ def _skeleton(spec: BlockSpec, seq: int, context: int, dtype: torch.dtype, targe
 
 _FORMS = {
     "vector": "sums over rows of the chosen experts' weights",
-    "stream": "the second product also sums over a token's experts",
+    "few": "the second product also sums over a token's experts",
     "grouped": "two products by expert, then the sum over a token's experts",
 }
 

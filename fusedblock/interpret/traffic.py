@@ -22,7 +22,8 @@ class ArgumentTraffic:
     atomic_bytes                  the part of each issued count that atomics make
     write_races                   elements that a program stored to after another program had stored to them
     read_write_races              elements that a program loaded after another had stored to them, or the other way round.
-                                  Both kinds are races only if the kernel does not order the programs by atomics.
+                                  Stores are none for a program that came to an atomic after they were made and after their
+                                  program had come to the same one: atomics order programs (acquire and release).
     """
 
     name: str
@@ -98,15 +99,43 @@ class Traffic:
 _NOBODY, _SEVERAL = -1, -2
 
 
+class _Order:
+    """What each program of a launch knows of the others: of each, how many of its atomics came before."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, dict[int, int]] = {}  # by program; of itself, how many it has made
+        self.left: dict[tuple[int, int], dict[int, int]] = {}  # by address: what those who came there knew
+
+    def at_atomic(self, access: Access) -> None:
+        mine = self.known.setdefault(access.program, {access.program: 0})
+        places = [(id(access.region), int(offset)) for offset in np.unique(access.offsets)]
+        for place in places:
+            for program, count in self.left.get(place, {}).items():
+                mine[program] = max(mine.get(program, 0), count)
+        mine[access.program] += 1
+        for place in places:
+            self.left.setdefault(place, {}).update(mine)
+
+    def now(self, program: int) -> int:
+        return self.known.get(program, {}).get(program, 0)
+
+    def unknown(self, program: int, writer: np.ndarray, when: np.ndarray) -> np.ndarray:
+        """Which stores, by these programs after so many atomics of theirs, this one has not been told of."""
+        known = self.known.get(program, {})
+        writers, which = np.unique(writer, return_inverse=True)
+        return np.array([known.get(int(w), 0) for w in writers], dtype=np.int64)[which] <= when
+
+
 class _Bytes:
     """Who read and wrote each byte of one region. Programs are noted at the first byte of an element."""
 
-    def __init__(self, nbytes: int, traffic: ArgumentTraffic) -> None:
-        self.traffic = traffic
+    def __init__(self, nbytes: int, traffic: ArgumentTraffic, order: _Order) -> None:
+        self.traffic, self.order = traffic, order
         self.read: np.ndarray = np.zeros(nbytes, bool)
         self.written: np.ndarray = np.zeros(nbytes, bool)
         self.reader: np.ndarray = np.full(nbytes, _NOBODY, np.int64)  # the one program that loaded it, or _SEVERAL
         self.writer: np.ndarray = np.full(nbytes, _NOBODY, np.int64)  # the last program that stored it
+        self.when: np.ndarray = np.zeros(nbytes, np.int64)  # after how many of its atomics
 
     def add(self, access: Access) -> None:
         t, at, me = self.traffic, access.offsets, access.program
@@ -119,16 +148,19 @@ class _Bytes:
             t.written_bytes += self._mark(self.written, access)
         if access.kind == "atomic":
             t.atomic_bytes += issued
+            self.order.at_atomic(access)
             return
         writer, reader = self.writer[at], self.reader[at]
         foreign = (writer != _NOBODY) & (writer != me)
+        if foreign.any():
+            foreign[foreign] = self.order.unknown(me, writer[foreign], self.when[at][foreign])
         if access.kind == "load":
             t.read_write_races += int(foreign.sum())
             self.reader[at] = np.where((reader == _NOBODY) | (reader == me), me, _SEVERAL)
         else:
             t.write_races += int(foreign.sum())
             t.read_write_races += int(((reader != _NOBODY) & (reader != me)).sum())
-            self.writer[at] = me
+            self.writer[at], self.when[at] = me, self.order.now(me)
 
     @staticmethod
     def _mark(seen: np.ndarray, access: Access) -> int:
@@ -150,7 +182,8 @@ class _Counter:
 
     def on_launch(self, launch: Launch) -> None:
         arguments = [ArgumentTraffic(region.name, region.nbytes) for region in launch.regions]
-        self.bytes = {id(region): _Bytes(region.nbytes, a) for region, a in zip(launch.regions, arguments)}
+        order = _Order()
+        self.bytes = {id(region): _Bytes(region.nbytes, a, order) for region, a in zip(launch.regions, arguments)}
         self.traffic.launches.append(LaunchTraffic(launch.kernel, launch.grid, {a.name: a for a in arguments}))
 
     def on_access(self, access: Access) -> None:
