@@ -206,7 +206,7 @@ def last_program_first() -> Iterator[None]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", op_cases.SMALL, ids=lambda case: case.id)
 def test_results_and_gradients_repeat_whatever_program_comes_first(case: op_cases.Case, dtype: torch.dtype) -> None:
-    """A GPU runs the programs of a launch in any order: neither order may show in a single bit. Atomics only count who is there."""
+    """A GPU runs the programs of a launch in any order: neither order may show in a single bit. Atomics only count."""
     args = case.arguments(dtype)
     added_to: set[str] = set()
 
