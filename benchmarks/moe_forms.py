@@ -129,14 +129,13 @@ _T, _S = {"tma": True}, {"tma": True, "swap": True}
 _TWO = {**_T, "per_sm": 2}  # as many as registers and shared memory let be there at once
 # What the compiler makes for sm_90 without spills: of what is chosen at 16, 32, 64 and 128 rows.
 CONFIGS = {
-    "gate_up 16": (_config("gate_up", 64, 128, 4, 4, **_S, per_sm=3), _config("gate_up", 128, 64, 4, 6, **_S, per_sm=2),
+    "gate_up 16": (_config("gate_up", 64, 128, 4, 4, **_S, per_sm=2), _config("gate_up", 128, 64, 4, 6, **_S, per_sm=2),
                    _config("gate_up", 256, 64, 4, 4, **_S, per_sm=2), _config("gate_up", 64, 256, 4, 3, **_S, per_sm=2)),
     "gate_up 64": (_config("gate_up", 128, 64, 4, 4, **_TWO), _config("gate_up", 128, 128, 4, 3, **_TWO),
                    _config("gate_up", 256, 64, 4, 4, **_T), _config("gate_up", 128, 128, 8, 3, **_T)),
     "gate_up 128": (_config("gate_up", 128, 64, 4, 4, **_T), _config("gate_up", 256, 64, 8, 3, **_T),
                     _config("gate_up", 128, 128, 8, 3, **_T), _config("gate_up", 256, 128, 8, 2, **_T)),
-    "down 16": (_config("down", 128, 128, 4, 3, **_S, per_sm=2), _config("down", 64, 256, 4, 3, **_S),
-                _config("down", 64, 128, 4, 4, **_S, per_sm=2)),
+    "down 16": (_config("down", 128, 128, 4, 3, **_S, per_sm=2), _config("down", 64, 256, 4, 3, **_S)),
     "down 64": (_config("down", 128, 64, 4, 4, **_TWO), _config("down", 256, 64, 8, 4, **_T),
                 _config("down", 256, 64, 4, 4, **_T), _config("down", 128, 128, 8, 3, **_T)),
     "down 128": (_config("down", 128, 64, 4, 4, **_T), _config("down", 256, 64, 8, 3, **_T),

@@ -161,7 +161,7 @@ _SM90: Table = {
         64: Config(256, 64, 8, 4, tma=True), 128: Config(256, 64, 8, 4, tma=True),
     },
     "down": {
-        16: Config(64, 128, 4, 4, tma=True, swap=True, per_sm=3), 32: Config(64, 128, 4, 4, tma=True, swap=True, per_sm=3),
+        16: Config(64, 128, 4, 4, tma=True, swap=True, per_sm=2), 32: Config(64, 128, 4, 4, tma=True, swap=True, per_sm=2),
         64: Config(128, 128, 4, 3, tma=True, per_sm=2), 128: Config(256, 64, 8, 4, tma=True),
     },
     "grad_rows": {

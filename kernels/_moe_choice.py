@@ -83,8 +83,8 @@ def choose(
 ):  # fmt: skip
     """Finish the logits [BT, EP] of one token tile; numbers: (groups, topk_groups, eps, scale or None).
 
-    Returns [BT, EP]: which of a token's slots an expert has, -1 for none. All that is chosen stays in the layout of the logits:
-    nothing goes through shared memory but what the sums over experts need."""
+    Returns [BT, EP]: which of a token's slots an expert has, -1 for none. All that is chosen stays in the layout of the logits,
+    and nothing but the sums over experts may go through shared memory."""
     groups, topk_groups, eps, scale = numbers
     ACC: tl.constexpr = logits.dtype
     LOWEST: tl.constexpr = -0x8000000000000000 if ACC == tl.float64 else -0x80000000
@@ -103,26 +103,21 @@ def choose(
     if GROUPED:
         key = _limit_groups(key, groups, topk_groups, SIZE, TOP2, EP, LOWEST)
     slots = tl.full([BT, EP], -1, tl.int32)
-    if ACC == tl.float64:  # no room for the index beside the key
-        for j in range(K):
-            hit = expert[None, :] == _best(key, expert)[1][:, None]
-            slots = tl.where(hit, j, slots)
-            key = tl.where(hit, LOWEST, key)
-    else:  # one integer for (key, lowest index first): each is there once, and one maximum finds it
-        left = (key.to(tl.int64) << 32) | (EP - 1 - expert)[None, :]
-        for j in range(K):
-            hit = left == tl.max(left, 1)[:, None]
-            slots = tl.where(hit, j, slots)
-            left = tl.where(hit, -0x8000000000000000, left)
+    first = token.to(tl.int64) * K
+    for j in range(K):
+        _, e = _best(tl.where(slots < 0, key, LOWEST), expert)
+        slots = tl.where(expert[None, :] == e[:, None], j, slots)
+        tl.store(indices + first + j, e, live)
     chosen = slots >= 0
-    weight = scores_of(scores, chosen, SCORING) if SCORING == "softmax_chosen" else scores
+    weight = _value(key) if correction is None else scores  # a matrix less in registers meanwhile
+    if SCORING == "softmax_chosen":
+        weight = scores_of(weight, chosen, SCORING)
     if RENORMALISE:
         total = tl.sum(tl.where(chosen, weight, 0.0), 1) + eps
         weight = weight / tl.where(total == 0.0, 1.0, total)[:, None]
     if scale is not None:
         weight *= scale
-    chosen = chosen & live[:, None]
-    at = token[:, None].to(tl.int64) * K + slots
-    tl.store(weights + at, weight.to(weights.dtype.element_ty), chosen)
-    tl.store(indices + at, tl.broadcast_to(expert[None, :], (BT, EP)), chosen)
+    for j in range(K):
+        w = tl.sum(tl.where(slots == j, weight, 0.0), 1)
+        tl.store(weights + first + j, w.to(weights.dtype.element_ty), live)
     return tl.where(live[:, None], slots, -1)

@@ -139,6 +139,11 @@ def warps_for(block_tokens: int, experts: int) -> int:
 INDEX_WARPS = 8
 
 
+def index_slots(tokens: int, top_k: int) -> dict[str, int]:
+    """What the one program of index_all compares at once, of so many tokens: all slots, or what a program has registers for."""
+    return {"BLOCK": min(512, next_power_of_2(tokens * top_k)), "OTHERS": 8 if tokens == 1 else 16}
+
+
 def index_tile(experts: int) -> int:
     """Tokens of the tile that a program of INDEX_WARPS places at once: 8 elements a thread of each matrix [tokens, experts], of
     which there are several."""
@@ -146,9 +151,9 @@ def index_tile(experts: int) -> int:
 
 
 @triton.jit
-def _choice(indices, token, j, live, E, K):
-    """A token's j-th expert, int32; -1 for what is none. Compared before narrowing: int64 may hold more."""
-    e = tl.load(indices + token.to(tl.int64) * K + j, live, other=-1)
+def _expert_of(indices, slot, live, E):
+    """int32; -1 for what is none. Compared before narrowing: int64 may hold more."""
+    e = tl.load(indices + slot, live, other=-1)
     return tl.where((e >= 0) & (e < E), e, -1).to(tl.int32)
 
 
@@ -158,7 +163,7 @@ def read_choices(indices, token, live, E, K, BT: tl.constexpr, EP: tl.constexpr)
     selected = tl.zeros([BT, EP], tl.int32)
     slots = tl.full([BT, EP], -1, tl.int32)
     for j in range(K):
-        hit = tl.arange(0, EP)[None, :] == _choice(indices, token, j, live, E, K)[:, None]
+        hit = tl.arange(0, EP)[None, :] == _expert_of(indices, token.to(tl.int64) * K + j, live, E)[:, None]
         selected += hit.to(tl.int32)
         slots = tl.where(hit, j, slots)
     return selected, slots
@@ -177,7 +182,7 @@ def place(indices, selected, slots, before, total, token, live, order, inverse, 
         tl.store(order + at, slot, selected > 0)
     else:
         for j in range(K):
-            e = _choice(indices, token, j, live, E, K)
+            e = _expert_of(indices, token.to(tl.int64) * K + j, live, E)
             hit = expert[None, :] == e[:, None]
             row = tl.sum(tl.where(hit, at, 0), 1)
             at += hit.to(tl.int32)  # the next row, should a token name an expert twice
@@ -215,23 +220,29 @@ def tabulate(total, offsets, tiles, program, programs, E, MAX_TILES, TILE: tl.co
 
 
 @triton.jit
-def index_all(indices, order, inverse, offsets, tiles, T, E, K, MAX_TILES, DISTINCT: tl.constexpr, ONE: tl.constexpr,
-              TILE: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr):  # fmt: skip
-    """The whole index, by one program. ONE: a tile of BT tokens holds all."""
-    token = tl.arange(0, BT)
-    before = tl.zeros([EP], tl.int32)
-    if ONE:
-        selected, slots = read_choices(indices, token, token < T, E, K, BT, EP)
-        total = tl.sum(selected, 0)
-        place(indices, selected, slots, before, total, token, token < T, order, inverse, E, K, DISTINCT, EP)
-    else:
-        total = before
-        for t in range(0, T, BT):
-            total += tl.sum(read_choices(indices, t + token, t + token < T, E, K, BT, EP)[0], 0)
-        for t in range(0, T, BT):
-            selected, slots = read_choices(indices, t + token, t + token < T, E, K, BT, EP)
-            place(indices, selected, slots, before, total, t + token, t + token < T, order, inverse, E, K, DISTINCT, EP)
-            before += tl.sum(selected, 0)
+def index_all(indices, order, inverse, offsets, tiles, SLOTS, E, MAX_TILES, TILE: tl.constexpr, BLOCK: tl.constexpr,
+              OTHERS: tl.constexpr, EP: tl.constexpr):  # fmt: skip
+    """The whole index, by one program, BLOCK slots at a time: the row of a slot is the number of slots that come before it, by
+    expert and then by number. Each is compared with each, OTHERS at a time: of few that is quicker than sums over a matrix of
+    all experts."""
+    expert = tl.arange(0, EP)
+    each = tl.zeros([OTHERS, EP], tl.int32)
+    for c in range(0, SLOTS, OTHERS):
+        other = c + tl.arange(0, OTHERS)
+        each += (_expert_of(indices, other, other < SLOTS, E)[:, None] == expert[None, :]).to(tl.int32)
+    total = tl.sum(each, 0)
+    for b in range(0, SLOTS, BLOCK):
+        slot = b + tl.arange(0, BLOCK)
+        e = _expert_of(indices, slot, slot < SLOTS, E)
+        before = tl.zeros([OTHERS, BLOCK], tl.int32)
+        for c in range(0, SLOTS, OTHERS):
+            other = c + tl.arange(0, OTHERS)
+            f = _expert_of(indices, other, other < SLOTS, E)
+            earlier = (f[:, None] < e[None, :]) | ((f[:, None] == e[None, :]) & (other[:, None] < slot[None, :]))
+            before += ((f >= 0)[:, None] & earlier).to(tl.int32)
+        row = tl.sum(before, 0)
+        tl.store(inverse + slot, tl.where(e >= 0, row, -1), slot < SLOTS)
+        tl.store(order + row, slot, e >= 0)
     tabulate(total, offsets, tiles, 0, 1, E, MAX_TILES, TILE, EP)
 
 

@@ -13,7 +13,7 @@ from ._gemm import accumulator, halves
 from ._lang import cdiv, next_power_of_2, tl, triton
 from ._launch import contiguous_last, descriptor
 from ._launch import launch as _launch
-from ._math import tile_order
+from ._math import last_of
 from ._moe import (
     boxed,
     clear_slots,
@@ -182,7 +182,7 @@ def plus(acc, residual, token, cols, ok, H):
 @triton.jit
 def _sum_columns(y, inverse, weights, residual, out, n0, TOKENS, N, TOP_K: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
                  ACC: tl.constexpr):  # fmt: skip
-    """Columns [n0, n0 + BN) of out: all tokens' sums of their rows, BT tokens at a time."""
+    """Columns [n0, n0 + BN) of out: all tokens' sums of their rows, in the order of their slots; BT tokens at a time."""
     cols = n0 + tl.arange(0, BN)
     for t in range(0, TOKENS, BT):
         token = t + tl.arange(0, BT)
@@ -190,45 +190,31 @@ def _sum_columns(y, inverse, weights, residual, out, n0, TOKENS, N, TOP_K: tl.co
         store_rows(out, token, n0, plus(total, residual, token, cols, token < TOKENS, N), token < TOKENS, N, BN)
 
 
-@triton.jit
-def _sum_when_last(
-    arrived, y, inverse, weights, residual, out, TOKENS, num_m, num_n, N, TOP_K: tl.constexpr, BN: tl.constexpr,
-    GROUP: tl.constexpr, LANES: tl.constexpr, BT: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """Whose tile was the last of its columns sums these: of every token, in the order of its slots, whoever was last. Called when
-    a program has made all its tiles; it counts LANES of them at once, on no target more threads than that: an atomic of each."""
-    tl.debug_barrier()  # every thread's rows are written before the program says so
-    step = tl.num_programs(0)
-    for t0 in range(tl.program_id(0), num_m * num_n, LANES * step):
-        t = t0 + tl.arange(0, LANES) * step
-        mine = t < num_m * num_n
-        _, n = tile_order(tl.where(mine, t, 0), num_m, num_n, GROUP)
-        before = tl.atomic_add(arrived + n, tl.full([LANES], 1, tl.int32), mine)
-        complete = tl.where(mine & (before == num_m - 1), n + 1, 0)
-        last = tl.max(complete, 0)
-        while last > 0:
-            _sum_columns(y, inverse, weights, residual, out, (last - 1) * BN, TOKENS, N, TOP_K, BN, BT, ACC)
-            complete = tl.where(complete == last, 0, complete)
-            last = tl.max(complete, 0)
-    if num_m == 0:  # no token has a row
-        for n in range(tl.program_id(0), num_n, step):
-            _sum_columns(y, inverse, weights, residual, out, n * BN, TOKENS, N, TOP_K, BN, BT, ACC)
-
-
 @triton.jit(do_not_specialize=["TOKENS"])
 def _rows_kernel(
     a, w, bias, order, tiles, inverse, y, arrived, weights, residual, out, TOKENS, N, K, stride_a, stride_e, stride_w,
     FROM: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, T: tl.constexpr, EVEN: tl.constexpr, ACC: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr,
-    STAGES: tl.constexpr, LANES: tl.constexpr, BT: tl.constexpr,
+    STAGES: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """y = a @ w[expert].T + bias[expert], row by row; w `experts N K` or, with T, `experts K N`. a has what FROM says: "rows K";
     "tokens": of each row its token's; "slots": its slot's (see slot_start). inverse: y has slots, those without a row are 0; or,
-    with arrived, y's rows are summed to out, see _sum_when_last."""
+    with arrived, of the programs of a column tile, of which there are as many for each, the last to end sums y's rows to out."""
     num_m = tl.load(tiles + 3)
     num_n = tl.cdiv(N, BN)
-    for t in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=TMA):
-        e, first, end, n = tile_at(tiles, t, num_m, num_n, GROUP)
+    start = tl.program_id(0)
+    stop = num_m * num_n
+    step = tl.num_programs(0)
+    if arrived is not None:
+        n = start % num_n
+        start = start // num_n
+        stop = num_m
+        step = step // num_n
+    for t in tl.range(start, stop, step, flatten=TMA):
+        if arrived is None:
+            e, first, end, n = tile_at(tiles, t, num_m, num_n, GROUP)
+        else:
+            e, first, end = tl.load(tiles + t * 4), tl.load(tiles + t * 4 + 1), tl.load(tiles + t * 4 + 2)
         rows = first + tl.arange(0, BM)
         cols = n * BN + tl.arange(0, BN)
         if order is not None:
@@ -271,7 +257,8 @@ def _rows_kernel(
         else:
             store_rows(y, rows, n * BN, acc, rows < end, N, BN)
     if arrived is not None:
-        _sum_when_last(arrived, y, inverse, weights, residual, out, TOKENS, num_m, num_n, N, TOP_K, BN, GROUP, LANES, BT, ACC)
+        if last_of(arrived + n, step):
+            _sum_columns(y, inverse, weights, residual, out, n * BN, TOKENS, N, TOP_K, BN, BT, ACC)
     elif inverse is not None:
         clear_slots(y, inverse, TOKENS, N, TOP_K, WIDTH, 64)
 
@@ -288,16 +275,21 @@ def rows_launch(kind: str, a: Tensor, w: Tensor, bias: Tensor | None, y: Tensor,
     a = a if alone else contiguous_last(a)
     c = _moe.usable(_moe.configure(kind, tile_rows, a.element_size(), target), *((a, w) if alone else (w,)))
     out, weights, arrived = sums_to or (None, None, None)
+    columns = cdiv(n, c.block_n)
+    if sums_to:
+        programs = columns * max(1, min(sizes["max_tiles"], target.sms * c.per_sm // columns))
+    else:
+        programs = _moe.programs(sizes["max_tiles"] * columns, c, target)
     _launch(
-        _rows_kernel, (_moe.programs(sizes["max_tiles"] * cdiv(n, c.block_n), c, target),),
+        _rows_kernel, (programs,),
         (descriptor(a, [tile_rows, c.block_k]) if c.tma and alone else a,
          _moe.expert_operand(w, c.block_n, c.block_k, c, by_columns), None if bias is None else bias.contiguous(),
          None if alone and not to_slots else args["order"], args["tiles"], args["inverse"] if to_slots or sums_to else None, y,
          arrived, weights, args["residual"] if sums_to else None, out, sizes["tokens"] if to_slots or sums_to else None, n, k,
          None if alone else a.stride(0), w.stride(0), w.stride(1)),
         {"FROM": source, "TOP_K": 1 if alone and not (to_slots or sums_to) else sizes["top_k"], "WIDTH": width, "T": by_columns,
-         "EVEN": k % c.block_k == 0, "ACC": accumulator(a), "BM": tile_rows, "LANES": 64 * c.num_warps,
-         "BT": 32 if c.tma else 8, **_moe.options(c)},
+         "EVEN": k % c.block_k == 0, "ACC": accumulator(a), "BM": tile_rows, "BT": 32 if c.tma else 8,
+         **_moe.options(c)},
     )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from ._moe_index import (
     index_axes,
     index_block,
     index_reference,
+    index_slots,
     index_tile,
     launch_index,
     read_choices,
@@ -78,12 +79,12 @@ def _count_kernel(indices, counts, T, E, K, COUNTED: tl.constexpr, BT: tl.conste
     tl.store(counts + tl.program_id(0).to(tl.int64) * E + expert, tl.sum(selected, 0), expert < E)
 
 
-@triton.jit(do_not_specialize=["T", "MAX_TILES"])
+@triton.jit(do_not_specialize=["SLOTS", "MAX_TILES"])
 def _single_kernel(
-    indices, order, inverse, offsets, tiles, T, E, K, MAX_TILES, ONE: tl.constexpr, TILE: tl.constexpr, BT: tl.constexpr,
+    indices, order, inverse, offsets, tiles, SLOTS, E, MAX_TILES, TILE: tl.constexpr, BLOCK: tl.constexpr, OTHERS: tl.constexpr,
     EP: tl.constexpr,
 ):  # fmt: skip
-    index_all(indices, order, inverse, offsets, tiles, T, E, K, MAX_TILES, False, ONE, TILE, BT, EP)
+    index_all(indices, order, inverse, offsets, tiles, SLOTS, E, MAX_TILES, TILE, BLOCK, OTHERS, EP)
 
 
 def launch(indices: Tensor, experts: int, tile_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -96,14 +97,15 @@ def launch(indices: Tensor, experts: int, tile_rows: int) -> tuple[Tensor, Tenso
     if not sizes["rows"]:
         return order, inverse, offsets.zero_(), tiles.zero_()
     indices = indices.contiguous()
-    counted, block = _most(experts), index_tile(experts)
-    shared = {"BT": min(block, counted), "EP": index_block(experts), "num_warps": INDEX_WARPS}
+    counted, ep = _most(experts), index_block(experts)
     with on_device(indices):
         if tokens <= counted:
-            _launch(_single_kernel, (1,), (indices, *index, tokens, experts, top_k, tiles.shape[0]),
-                    {**shared, "ONE": tokens <= block, "TILE": height(tokens, top_k, experts, tile_rows)})  # fmt: skip
+            _launch(_single_kernel, (1,), (indices, *index, tokens * top_k, experts, tiles.shape[0]),
+                    {"TILE": height(tokens, top_k, experts, tile_rows), **index_slots(counted, top_k), "EP": ep,
+                     "num_warps": INDEX_WARPS})  # fmt: skip
         else:
-            _launch(_count_kernel, (counts.shape[0],), (indices, counts, tokens, experts, top_k), {**shared, "COUNTED": counted})
+            _launch(_count_kernel, (counts.shape[0],), (indices, counts, tokens, experts, top_k),
+                    {"COUNTED": counted, "BT": min(index_tile(experts), counted), "EP": ep, "num_warps": INDEX_WARPS})  # fmt: skip
             launch_index(indices, counts, index, experts, tile_rows, counted, False, target_of(indices.device))
     return order, inverse, offsets, tiles
 
