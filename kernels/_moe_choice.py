@@ -102,14 +102,16 @@ def choose(
     key = tl.where(real, _ordered(choice), LOWEST)
     if GROUPED:
         key = _limit_groups(key, groups, topk_groups, SIZE, TOP2, EP, LOWEST)
-    slots = tl.full([BT, EP], -1, tl.int32)
+    # Who is chosen has the number of its slot for a key: keys of negative NaN, which no score has, above what is not real.
+    TAKEN: tl.constexpr = LOWEST + 2
     first = token.to(tl.int64) * K
     for j in range(K):
-        _, e = _best(tl.where(slots < 0, key, LOWEST), expert)
-        slots = tl.where(expert[None, :] == e[:, None], j, slots)
+        _, e = _best(key, expert)
+        key = tl.where(expert[None, :] == e[:, None], TAKEN + j, key)
         tl.store(indices + first + j, e, live)
-    chosen = slots >= 0
-    weight = _value(key) if correction is None else scores  # a matrix less in registers meanwhile
+    chosen = (key >= TAKEN) & (key < TAKEN + K)
+    slots = tl.where(chosen, key - TAKEN, -1).to(tl.int32)
+    weight = scores
     if SCORING == "softmax_chosen":
         weight = scores_of(weight, chosen, SCORING)
     if RENORMALISE:

@@ -139,9 +139,9 @@ def warps_for(block_tokens: int, experts: int) -> int:
 INDEX_WARPS = 8
 
 
-def index_slots(tokens: int, top_k: int) -> dict[str, int]:
-    """What the one program of index_all compares at once, of so many tokens: all slots, or what a program has registers for."""
-    return {"BLOCK": min(512, next_power_of_2(tokens * top_k)), "OTHERS": 8 if tokens == 1 else 16}
+def index_slots(tokens: int, top_k: int) -> int:
+    """Slots that the one program of index_all has at once: all of so many tokens, or what it has registers for."""
+    return min(512, next_power_of_2(tokens * top_k))
 
 
 def index_tile(experts: int) -> int:
@@ -221,22 +221,22 @@ def tabulate(total, offsets, tiles, program, programs, E, MAX_TILES, TILE: tl.co
 
 @triton.jit
 def index_all(indices, order, inverse, offsets, tiles, SLOTS, E, MAX_TILES, TILE: tl.constexpr, BLOCK: tl.constexpr,
-              OTHERS: tl.constexpr, EP: tl.constexpr):  # fmt: skip
+              EP: tl.constexpr):  # fmt: skip
     """The whole index, by one program, BLOCK slots at a time: the row of a slot is the number of slots that come before it, by
-    expert and then by number. Each is compared with each, OTHERS at a time: of few that is quicker than sums over a matrix of
-    all experts."""
+    expert and then by number. Each is compared with each, 8 at a time: of few that is quicker than sums over a matrix of all
+    experts."""
     expert = tl.arange(0, EP)
-    each = tl.zeros([OTHERS, EP], tl.int32)
-    for c in range(0, SLOTS, OTHERS):
-        other = c + tl.arange(0, OTHERS)
+    each = tl.zeros([8, EP], tl.int32)
+    for c in range(0, SLOTS, 8):
+        other = c + tl.arange(0, 8)
         each += (_expert_of(indices, other, other < SLOTS, E)[:, None] == expert[None, :]).to(tl.int32)
     total = tl.sum(each, 0)
     for b in range(0, SLOTS, BLOCK):
         slot = b + tl.arange(0, BLOCK)
         e = _expert_of(indices, slot, slot < SLOTS, E)
-        before = tl.zeros([OTHERS, BLOCK], tl.int32)
-        for c in range(0, SLOTS, OTHERS):
-            other = c + tl.arange(0, OTHERS)
+        before = tl.zeros([8, BLOCK], tl.int32)
+        for c in range(0, SLOTS, 8):
+            other = c + tl.arange(0, 8)
             f = _expert_of(indices, other, other < SLOTS, E)
             earlier = (f[:, None] < e[None, :]) | ((f[:, None] == e[None, :]) & (other[:, None] < slot[None, :]))
             before += ((f >= 0)[:, None] & earlier).to(tl.int32)

@@ -206,7 +206,7 @@ def _rows_kernel(
     stop = num_m * num_n
     step = tl.num_programs(0)
     if arrived is not None:
-        n = start % num_n
+        own = start % num_n
         start = start // num_n
         stop = num_m
         step = step // num_n
@@ -214,7 +214,7 @@ def _rows_kernel(
         if arrived is None:
             e, first, end, n = tile_at(tiles, t, num_m, num_n, GROUP)
         else:
-            e, first, end = tl.load(tiles + t * 4), tl.load(tiles + t * 4 + 1), tl.load(tiles + t * 4 + 2)
+            e, first, end, n = tl.load(tiles + t * 4), tl.load(tiles + t * 4 + 1), tl.load(tiles + t * 4 + 2), own
         rows = first + tl.arange(0, BM)
         cols = n * BN + tl.arange(0, BN)
         if order is not None:
@@ -257,8 +257,8 @@ def _rows_kernel(
         else:
             store_rows(y, rows, n * BN, acc, rows < end, N, BN)
     if arrived is not None:
-        if last_of(arrived + n, step):
-            _sum_columns(y, inverse, weights, residual, out, n * BN, TOKENS, N, TOP_K, BN, BT, ACC)
+        if last_of(arrived + own, step):
+            _sum_columns(y, inverse, weights, residual, out, own * BN, TOKENS, N, TOP_K, BN, BT, ACC)
     elif inverse is not None:
         clear_slots(y, inverse, TOKENS, N, TOP_K, WIDTH, 64)
 

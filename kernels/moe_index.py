@@ -81,10 +81,9 @@ def _count_kernel(indices, counts, T, E, K, COUNTED: tl.constexpr, BT: tl.conste
 
 @triton.jit(do_not_specialize=["SLOTS", "MAX_TILES"])
 def _single_kernel(
-    indices, order, inverse, offsets, tiles, SLOTS, E, MAX_TILES, TILE: tl.constexpr, BLOCK: tl.constexpr, OTHERS: tl.constexpr,
-    EP: tl.constexpr,
+    indices, order, inverse, offsets, tiles, SLOTS, E, MAX_TILES, TILE: tl.constexpr, BLOCK: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
-    index_all(indices, order, inverse, offsets, tiles, SLOTS, E, MAX_TILES, TILE, BLOCK, OTHERS, EP)
+    index_all(indices, order, inverse, offsets, tiles, SLOTS, E, MAX_TILES, TILE, BLOCK, EP)
 
 
 def launch(indices: Tensor, experts: int, tile_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -101,11 +100,12 @@ def launch(indices: Tensor, experts: int, tile_rows: int) -> tuple[Tensor, Tenso
     with on_device(indices):
         if tokens <= counted:
             _launch(_single_kernel, (1,), (indices, *index, tokens * top_k, experts, tiles.shape[0]),
-                    {"TILE": height(tokens, top_k, experts, tile_rows), **index_slots(counted, top_k), "EP": ep,
+                    {"TILE": height(tokens, top_k, experts, tile_rows), "BLOCK": index_slots(counted, top_k), "EP": ep,
                      "num_warps": INDEX_WARPS})  # fmt: skip
         else:
+            block = min(index_tile(experts), counted)
             _launch(_count_kernel, (counts.shape[0],), (indices, counts, tokens, experts, top_k),
-                    {"COUNTED": counted, "BT": min(index_tile(experts), counted), "EP": ep, "num_warps": INDEX_WARPS})  # fmt: skip
+                    {"COUNTED": counted, "BT": block, "EP": ep, "num_warps": INDEX_WARPS})  # fmt: skip
             launch_index(indices, counts, index, experts, tile_rows, counted, False, target_of(indices.device))
     return order, inverse, offsets, tiles
 

@@ -259,10 +259,10 @@ def _choice_kernel(
     partial, bias, correction, weights, indices, logits, counts, arrived, order, inverse, offsets, tiles, T, E, K, MAX_TILES,
     groups, topk_groups, eps, scale, SPLITS: tl.constexpr, SCORING: tl.constexpr, GROUPED: tl.constexpr, SIZE: tl.constexpr,
     TOP2: tl.constexpr, RENORMALISE: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr, ACC: tl.constexpr, TILE: tl.constexpr,
-    BLOCK: tl.constexpr, OTHERS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (token tiles). Either leaves the counts for the launch that makes the index, or counts itself in `arrived`, and the
-    last one makes it; BLOCK, OTHERS, TILE: see index_all."""
+    last one makes it; BLOCK, TILE: see index_all."""
     numbers = (groups, topk_groups, eps, scale)
     program = tl.program_id(0)
     token = program * BT + tl.arange(0, BT)
@@ -275,9 +275,9 @@ def _choice_kernel(
     else:
         if BT == 1:  # of one token there is one program
             tl.debug_barrier()
-            index_all(indices, order, inverse, offsets, tiles, T * K, E, MAX_TILES, TILE, BLOCK, OTHERS, EP)
+            index_all(indices, order, inverse, offsets, tiles, T * K, E, MAX_TILES, TILE, BLOCK, EP)
         elif last_of(arrived, tl.num_programs(0)):
-            index_all(indices, order, inverse, offsets, tiles, T * K, E, MAX_TILES, TILE, BLOCK, OTHERS, EP)
+            index_all(indices, order, inverse, offsets, tiles, T * K, E, MAX_TILES, TILE, BLOCK, EP)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -327,13 +327,10 @@ def launch(
     rule = (groups, topk_groups, eps, None if scale == 1.0 else scale)
     with on_device(x):
         if c.fused:
-            wide = max(4, warps // 2)
-            # Two programs an SM: with one, 16384 tokens of 128 experts took 68 us instead of 43 on an H200.
-            cap = {"maxnreg": 128} if target.family == "sm_90" and wide == 8 else {}
             _launch(
                 _route_kernel, (token_tiles,),
                 (x, weight, *given, counts, tokens, experts, top_k, hidden, x.stride(0), weight.stride(0), *rule),
-                {**ring, **how, "num_warps": wide, "num_stages": c.num_stages, **cap},
+                {**ring, **how, "num_warps": max(4, warps // 2), "num_stages": c.num_stages},
             )  # fmt: skip
         else:
             span = cdiv(cdiv(hidden, c.splits), c.block_k) * c.block_k
@@ -344,7 +341,8 @@ def launch(
                  "num_warps": 8 if c.gemm_tokens * c.gemm_experts > 8192 else 4, "num_stages": c.num_stages},
             )  # fmt: skip
             own = (None, arrived, *index) if c.last else (counts, *[None] * 5)
-            whole = {"TILE": height(tokens, top_k, experts, tile_rows), **index_slots(1 if tokens == 1 else c.gemm_tokens, top_k)}
+            most = 1 if tokens == 1 else c.gemm_tokens
+            whole = {"TILE": height(tokens, top_k, experts, tile_rows), "BLOCK": index_slots(most, top_k)}
             _launch(
                 _choice_kernel, (token_tiles,), (partial, *given, *own, tokens, experts, top_k, tiles.shape[0], *rule),
                 {"SPLITS": c.splits, **how, **(whole if c.last else dict.fromkeys(whole, 0)),

@@ -1,4 +1,4 @@
-"""The router's kernels compiled ahead of time at the sizes of published models: they fit, and on sm_90 nothing spills."""
+"""The router's kernels compiled ahead of time at the sizes of published models: they fit, and hardly anything spills."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ MODELS = {
     "512": (2048, 512, RouterSpec(10, renormalise=True)),
 }  # fmt: skip
 TOKENS = (16, 32, 64, 512, 2048, 16384)  # each way to launch, each tile
-# A few bytes where registers are capped (sm_90), and where 99 KB of shared memory shorten the ring.
-SPILLS = {"sm_80": 16, "sm_86": 28, "sm_90": 8, "sm_100": 56, "gfx942": 0}
+# A few bytes: ptxas takes 72 or 80 registers for two of sm_90's, and 99 KB of shared memory shorten the ring of sm_86.
+SPILLS = {"sm_80": 16, "sm_86": 28, "sm_90": 16, "sm_100": 56, "gfx942": 0}
 
 
 def meta(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -101,6 +101,8 @@ def test_the_gemm_of_many_tokens_is_wgmma():
     for model in ("128", "256-groups"):
         first = forward("sm_90", BF16, model, 16384)[0]
         assert aot.resources(first).mma == "wgmma"
+    # Two programs an SM: with one it took 1.6 times as long.
+    assert aot.resources(forward("sm_90", BF16, "128", 16384)[0]).registers <= 128
 
 
 @pytest.mark.parametrize("tile_rows", [8, 16, 128])
@@ -118,7 +120,7 @@ def test_the_index_of_given_choices(tokens, tile_rows):
 def test_tokens_compile_no_variants():
     """Fifty numbers of tokens: a variant for each tile height and no more."""
     hashes = {kernel.hash for tokens in range(17, 65, 3) for kernel in forward("sm_90", BF16, "128", tokens)}
-    assert len(hashes) == 3  # logits in tiles of 32 and of 64 tokens; the choice
+    assert len(hashes) == 4  # two launches, tiles of 32 and of 64 tokens
     hashes = {kernel.hash for tokens in range(66, 1024, 40) for kernel in forward("sm_90", BF16, "128", tokens)}
     assert len(hashes) == 3
 
