@@ -107,9 +107,9 @@ def choose(
     first = token.to(tl.int64) * K
     for j in range(K):
         _, e = _best(key, expert)
-        key = tl.where(expert[None, :] == e[:, None], TAKEN + j, key)
+        key = tl.where(expert[None, :] == e[:, None], tl.cast(j, key.dtype) + TAKEN, key)
         tl.store(indices + first + j, e, live)
-    chosen = (key >= TAKEN) & (key < TAKEN + K)
+    chosen = (key >= TAKEN) & (key < tl.cast(K, key.dtype) + TAKEN)
     slots = tl.where(chosen, key - TAKEN, -1).to(tl.int32)
     weight = scores
     if SCORING == "softmax_chosen":
