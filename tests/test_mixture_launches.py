@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from moe_cases import Experts
 from op_cases import FEW_SMS, recording
 from test_mixture import HIDDEN, make, read
+from test_moe_experts import case_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -20,6 +22,7 @@ from fusedblock.kernels._target import TARGETS, Target, override
 from fusedblock.metering import TrafficCounter, measure
 from fusedblock.models.experts import register_experts
 from fusedblock.models.routers import ROUTERS
+from fusedblock.ops import OPS
 
 SIZES = {"qwen3-30b-a3b": (2048, 768, 128, 8), "mixtral-8x7b": (4096, 14336, 8, 2)}  # hidden, ffn, experts, chosen ones
 FEW, MANY = (1, 2, 16, 64), (512, 2048, 32768)
@@ -115,3 +118,13 @@ def test_the_kernels_that_run_are_those_counted(tokens: int, families: tuple[str
         assert len(launches) == len(names) - len(plain), (family, names)
         own = [name for name in names if name.startswith("fusedblock.moe_")]
         assert len(own) <= most(tokens) and len(names) - len(own) == SHARED.get(family, 0), (family, names)
+
+
+@pytest.mark.parametrize(("hidden", "ffn"), [(8, 0), (0, 8)])
+def test_no_features(hidden: int, ffn: int) -> None:
+    """What is launched for gate and up sets the next launch's counters: not where nothing is."""
+    for tokens in (1, 2, 64, 70):
+        args = case_of(Experts(tokens=tokens, hidden=hidden, ffn=ffn, bias=True)).arguments(torch.float32)
+        with recording("sm_90"):
+            out = OPS["moe_experts"].launch(**args)[0]
+        torch.testing.assert_close(out, OPS["moe_experts"].reference(**args)[0])

@@ -23,7 +23,8 @@ class ArgumentTraffic:
     write_races                   elements that a program stored to after another program had stored to them
     read_write_races              elements that a program loaded after another had stored to them, or the other way round.
                                   Stores are none for a program that came to an atomic after they were made and after their
-                                  program had come to the same one: atomics order programs (acquire and release).
+                                  program had come to the same one: atomics order programs (acquire and release, whatever
+                                  their `sem`; an atomic itself is no race).
     """
 
     name: str
