@@ -26,7 +26,8 @@ EXPECTED = {
     "encoder_embeddings": [FUSED, r"relative difference of the embeddings, .*: ", r"cat and kitten: 0\.7\d", r"revenue: -?0\.0"],
     "mixture_of_attention": [r"transformers forward +\d\d launches", r"fusedblock   forward +\d launches",
                              r"fusedblock   backward +1\d launches", r"relative difference of the gradients, "],
-    "measure_layer": [r"(?i)launches", r"(?i)prefill", r"(?i)decode", r"(?i)train"],
+    "measure_layer": [r"(?i)launches", r"prefill, .*\nbefore: .*\nafter: fused\n", r"decode, .*\nbefore: .*\nafter: fused\n",
+                      r"train, .*\nbefore: .*\nafter: fused\n"],
 }  # fmt: skip
 
 

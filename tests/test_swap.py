@@ -12,7 +12,7 @@ import torch
 from llama import prompt, relative_error, tiny, twin
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
 import fusedblock
@@ -426,3 +426,22 @@ def test_attention_class_is_found_for_capture() -> None:
     model = tiny()
     fusedblock.fuse(model)
     assert all(type(layer.self_attn) is LlamaAttention for layer in model.model.layers)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_layer_of_no_model_runs_as_with_eager_attention(masked: bool) -> None:
+    """Nobody has named an implementation to its config: transformers then takes the module's own, eager."""
+    model = tiny()
+    layer = LlamaDecoderLayer(LlamaConfig(**{**model.config.to_dict(), "attn_implementation": None}), 0).eval()
+    layer.load_state_dict(model.model.layers[0].state_dict())
+    assert layer.self_attn.config._attn_implementation is None
+    x = torch.randn(2, 9, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    given = {"position_embeddings": model.model.rotary_emb(x, torch.arange(9)[None])}
+    if masked:
+        given["attention_mask"] = torch.full((9, 9), float("-inf")).triu(1)[None, None]
+    with torch.no_grad():
+        want = layer(x, **given)
+        report = fusedblock.fuse(nn.ModuleList([layer]), strict=True)
+        got = layer(x, **given)
+    assert report.fused_calls == 1 and not report.fallbacks
+    assert relative_error(got, want) < 1e-5

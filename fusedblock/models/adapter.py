@@ -69,7 +69,7 @@ def prepare(
     """
     compiling = torch.compiler.is_compiling()
     mask = cache = embeddings = packing = None
-    implementation = binding.attention.config._attn_implementation  # once: transformers' configs take their time
+    implementation = implementation_of(binding)  # once: transformers' configs take their time
     ours = implementation == OURS
     for name, value in arguments.items():
         if value is None or name in HARMLESS:
@@ -130,6 +130,12 @@ def prepare(
     slots = None if cache is None or causal or windowed or compiling else _slots(cache, attention.layer_idx, x, binding.spec)
     return Call(binding.spec, binding.weights, cos, sin, mask, causal, windowed, bounds, update, compute, binding.own,
                 binding.fixed, slots, binding.mixture)  # fmt: skip
+
+
+def implementation_of(binding: Binding) -> str:
+    """The attention implementation that the layer's config names: none outside of a model, which is transformers' eager."""
+    name: str | None = binding.attention.config._attn_implementation
+    return "eager" if name is None else name
 
 
 def attention_refusal(binding: Binding, implementation: str) -> str:

@@ -10,7 +10,7 @@ from torch import nn
 
 from .. import blocks
 from ..ops import deterministic, target_of
-from .adapter import OURS, mask_comes
+from .adapter import OURS, implementation_of, mask_comes
 from .alone import bind_block
 from .binding import Binding, BlockBinding, bind
 from .report import Explanation, LayerExplanation
@@ -131,7 +131,7 @@ def explain(model: nn.Module, *, batch: int = 1, seq: int | None = None, context
 def _attention(bound: Binding) -> tuple[str, int | None]:
     """(The attention implementation that the layer's config names; its window, the token itself included, or None.)"""
     window = bound.spec.window_left
-    return bound.attention.config._attn_implementation, window + 1 if window >= 0 else None
+    return implementation_of(bound), window + 1 if window >= 0 else None
 
 
 def _mask_comes(bound: Binding, w: Workload) -> bool:

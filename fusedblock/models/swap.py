@@ -264,7 +264,7 @@ def falls_back_now(layer: nn.Module, spec: table.LayerSpec | table.MixtureSpec) 
     binding = bind(layer, spec)
     if isinstance(binding, str):  # FSDP2's shards, about which nothing is said
         return ""
-    return adapter.attention_refusal(binding, binding.attention.config._attn_implementation)
+    return adapter.attention_refusal(binding, adapter.implementation_of(binding))
 
 
 def dropouts(layer: nn.Module, spec: table.LayerSpec) -> str:
