@@ -153,7 +153,7 @@ TILE_ROWS = (16, 32, 64, 128)
 Table = dict[str, Any]
 # H200, 2026-12-01, CUDA graphs, whole block with its router, beside the best of transformers' experts: E128 k8 H2048 I768 T16384
 # 2.13 ms (6.62), T4096 0.708 (1.94), T512 0.334 (0.626), T64 0.328 (0.538), T16 0.198 (0.377), T1 0.035 (0.100); E8 k2 H4096
-# I14336 T16384 16.6 (24.5), T4096 4.33 (6.39), T512 0.977 (1.60), T64 0.668 (1.14), T1 0.170 (0.357). Forward and backward T16384:
+# I14336 T16384 16.6 (24.5), T4096 4.33 (6.39), T512 0.977 (1.60), T64 0.668 (1.14), T1 0.170 (0.357). With the backward T16384:
 # 7.45 (18.1) and 63.7 (73.5). Other tiles that were timed: benchmarks/results/moe-choices-nvidia-h200-2026-12-01.json.
 _SM90: Table = {
     "gate_up": {
