@@ -55,14 +55,21 @@ def test_flops_of_the_experts_do_not_depend_on_what_multiplies_them(how: str, ph
     assert report.after.label == "fused" and report.after.total("layers").launches < report.before.total("layers").launches
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
 @pytest.mark.parametrize("tokens", (1, 3, 16))
-def test_grouped_products_read_the_weights_that_are_expected(tokens: int) -> None:
-    s, touched = tokens * K, expected(tokens)
-    row = rows(measure(config(), batch=1, seq=tokens).before)["_grouped_mm"]
-    weights = touched * (2 * F * H + H * F) * BF16
-    read = s * (H + F) * BF16 + weights + 2 * 4 * E  # rows, weights, int32 ends of the experts' rows
+def test_grouped_products_read_the_weights_that_are_expected(tokens: int, dtype: torch.dtype) -> None:
+    """In every dtype that transformers multiplies in; a tensor without memory has a rule for bf16 alone."""
+    s, touched, size = tokens * K, expected(tokens), dtype.itemsize
+    given = config()
+    given.dtype = dtype
+    found = {phase: measure(given, batch=1, seq=tokens, phase=phase).before for phase in ("prefill", "train")}
+    row = rows(found["prefill"])["_grouped_mm"]
+    weights = touched * (2 * F * H + H * F) * size
+    read = s * (H + F) * size + weights + 2 * 4 * E  # rows, weights, int32 ends of the experts' rows
     assert row.launches == 2 and row.flops == products(s)
-    assert row.read_bytes == pytest.approx(read, abs=2) and row.written_bytes == s * (2 * F + H) * BF16
+    assert row.read_bytes == pytest.approx(read, abs=2) and row.written_bytes == s * (2 * F + H) * size
+    trained = rows(found["train"])["_grouped_mm"]
+    assert trained.launches == 6 and trained.flops == 3 * products(s)
 
 
 @pytest.mark.parametrize("tokens", (1, 3, 16))

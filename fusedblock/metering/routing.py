@@ -78,6 +78,13 @@ def even(routing: Routing | None) -> Iterator[None]:
         _current.pop()
 
 
+def _grouped_mm(a: Tensor, b: Tensor, offsets: Tensor | None) -> Tensor:
+    """The result without values, of whatever dtype: torch's own rule for tensors without memory takes bf16 alone."""
+    if a.dim() == 2 and b.dim() == 2 and offsets is not None:  # a weight's gradient
+        return a.new_empty(offsets.shape[0], a.shape[0], b.shape[1])
+    return a.new_empty(*a.shape[:-1], b.shape[-1])
+
+
 class _Loop(TorchDispatchMode):
     """transformers' eager experts ask for values: which experts are hit, then in turn for the rows of each. As many are hit as
     are expected, to the nearest, and they share the rows evenly."""
@@ -91,6 +98,8 @@ class _Loop(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = args[0] if args else None
         if isinstance(given, FakeTensor):
+            if func is aten._grouped_mm.default:
+                return _grouped_mm(args[0], args[1], args[2] if len(args) > 2 else (kwargs or {}).get("offs"))
             if func is aten.nonzero.default and given.shape in ((self.routing.experts,), (self.routing.experts + 1,)):
                 hit = min(max(round(self.routing.touched), 1), self.routing.rows)
                 self.begun = True
