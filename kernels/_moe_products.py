@@ -275,6 +275,7 @@ def rows_launch(kind: str, a: Tensor, w: Tensor, bias: Tensor | None, y: Tensor,
     a = a if alone else contiguous_last(a)
     c = _moe.usable(_moe.configure(kind, tile_rows, a.element_size(), target), *((a, w) if alone else (w,)))
     out, weights, arrived = sums_to or (None, None, None)
+    by_token = to_slots or sums_to is not None
     columns = cdiv(n, c.block_n)
     if sums_to:
         programs = columns * max(1, min(sizes["max_tiles"], target.sms * c.per_sm // columns))
@@ -284,10 +285,10 @@ def rows_launch(kind: str, a: Tensor, w: Tensor, bias: Tensor | None, y: Tensor,
         _rows_kernel, (programs,),
         (descriptor(a, [tile_rows, c.block_k]) if c.tma and alone else a,
          _moe.expert_operand(w, c.block_n, c.block_k, c, by_columns), None if bias is None else bias.contiguous(),
-         None if alone and not to_slots else args["order"], args["tiles"], args["inverse"] if to_slots or sums_to else None, y,
-         arrived, weights, args["residual"] if sums_to else None, out, sizes["tokens"] if to_slots or sums_to else None, n, k,
+         None if alone and not to_slots else args["order"], args["tiles"], args["inverse"] if by_token else None, y,
+         arrived, weights, args["residual"] if sums_to else None, out, sizes["tokens"] if by_token else None, n, k,
          None if alone else a.stride(0), w.stride(0), w.stride(1)),
-        {"FROM": source, "TOP_K": 1 if alone and not (to_slots or sums_to) else sizes["top_k"], "WIDTH": width, "T": by_columns,
+        {"FROM": source, "TOP_K": 1 if alone and not by_token else sizes["top_k"], "WIDTH": width, "T": by_columns,
          "EVEN": k % c.block_k == 0, "ACC": accumulator(a), "BM": tile_rows, "BT": 32 if c.tma else 8,
          **_moe.options(c)},
     )  # fmt: skip

@@ -178,8 +178,11 @@ class Spec:
         """results: those of `empty`, for scratch that lies inside one of them."""
         made, buffers = dict(zip(self.writes, results)), []
         for w in self.scratch.values():
-            host = self._host(w, sizes, args, made) if w.inside and _bound(w, sizes) and w.when(args) else None
-            buffers.append(host if host is not None else self._buffer(w, sizes, args) if _bound(w, sizes) else _ABSENT)
+            if not _bound(w, sizes):
+                buffers.append(_ABSENT)
+                continue
+            host = self._host(w, sizes, args, made) if w.inside and w.when(args) else None
+            buffers.append(self._buffer(w, sizes, args) if host is None else host)
         return tuple(buffers)
 
     def _host(self, write: Write, sizes: Sizes, args: Args, made: Mapping[str, Tensor]) -> Tensor | None:

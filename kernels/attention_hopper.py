@@ -89,7 +89,8 @@ class Config:
 
 
 def configure(head_dim: int, bounded: bool) -> Config:
-    # H200, 2026-11-29: a third stage, three consumers and other orders of waiting gain nothing at head_dim 64 and 128. Not
+    # H200, 2026-11-29: a third stage, three consumers and other orders of waiting gain nothing at head_dim 64 and 128
+    # (2026-12-01: P V waited for after one, two or three quarters of the exponentials is level to 6 % slower). Not
     # measured: what 192 and 256 have, where no more fits beside the rings than one tile of q and half of out.
     if head_dim == 256:
         return Config(64, 2, 2, True)

@@ -67,8 +67,9 @@ class Config:
 def configure(tokens: int, experts: int, itemsize: int, target: Target) -> Config:
     """Parts of hidden keep a router of few tokens, whose weight is read by few programs otherwise, from being bound by one SM.
 
-    Which launches there are and the tile heights are those of a prototype on an H200 (2026-11; E 128, hidden 2048 and E 8,
-    hidden 4096); the number of parts, and tiles for more than 128 experts, are chosen by registers and shared memory.
+    Which launches there are, and the tile heights for more than 64 tokens, are those of a prototype on an H200 (2026-11; E 128,
+    hidden 2048 and E 8, hidden 4096); the number of parts, and tiles for more than 128 experts, are chosen by registers and
+    shared memory.
     """
     ep = index_block(experts)
     most = max(16, 8192 // ep)  # a matrix [block_tokens, experts] of 16 warps, of which a program holds several
@@ -317,10 +318,9 @@ def launch(
     target = target_of(x.device)
     c = configure(tokens, experts, x.element_size(), target)
     ring = {"BK": c.block_k, "STAGES": c.num_stages}
-    ep = index_block(experts)
     how = {
         "SCORING": scoring, "GROUPED": groups > 1, "SIZE": experts // groups, "TOP2": group_score == "top2",
-        "RENORMALISE": renormalise, "BT": c.block_tokens, "EP": ep, "ACC": accumulator(x),
+        "RENORMALISE": renormalise, "BT": c.block_tokens, "EP": index_block(experts), "ACC": accumulator(x),
     }  # fmt: skip
     token_tiles, warps = cdiv(tokens, c.block_tokens), warps_for(c.block_tokens, experts)
     given = (bias, correction_bias, weights, indices, logits)

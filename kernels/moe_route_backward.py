@@ -52,7 +52,8 @@ class _Input:
 def _input_config(experts: int, itemsize: int, products: int, tma: bool, target: Target) -> _Input:
     """products: of 16-bit operands, see _times; tma: whether weight and grad_x suit it. A program makes d_logits once and then
     walks along hidden. On sm_90 tiles of 64 tokens are wgmma's, the ring and the store go by TMA, and a second program on the SM
-    runs while one waits; but rows of d_logits that no 16 bytes divide take too many registers. Not measured."""
+    runs while one waits; but rows of d_logits that no 16 bytes divide take too many registers. H200, 2026-12-01, E 128,
+    hidden 2048: 47 us for 16384 tokens, 18 for 4096. Other sizes are not measured."""
     ep = index_block(experts)
     if target.capability == 90 and itemsize == 2 and tma and (ep <= 64 or experts % 16 == 0):
         if ep <= 128:
@@ -68,7 +69,8 @@ def _input_config(experts: int, itemsize: int, products: int, tma: bool, target:
 
 def _weight_config(sizes: Sizes, args: Args, target: Target) -> tuple[int, int, int, int, int]:
     """(experts, columns of hidden, tokens of a step, steps of the ring, parts of the tokens) of grad_weight: about a program an
-    SM, which must have some 40 KB of x on its way to read at the memory's pace. Not measured."""
+    SM, which must have some 40 KB of x on its way to read at the memory's pace. H200, 2026-12-01, E 128, hidden 2048:
+    29 us for 16384 tokens, 11 for 4096. Other sizes are not measured."""
     wide = _wide(args)
     block = 64 if wide else 128
     rows = min(index_block(sizes["experts"]), 64 if wide else 128)
