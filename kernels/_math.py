@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._lang import tl, triton
+from ._lang import cuda, tl, triton
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 
@@ -42,6 +42,24 @@ def tile_order(t, num_m, num_n, GROUP: tl.constexpr):
     rows = tl.minimum(num_m - first, GROUP)
     r = t % per_group
     return first + r % rows, r // rows
+
+
+@triton.jit
+def after_earlier(CHAINED: tl.constexpr):
+    """Wait for the launches ahead, all of whose writes are seen from here on; and let the next launch's programs come, which wait
+    likewise. Ahead of this a kernel may read nothing that they write, and write nothing."""
+    if CHAINED:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch(pointers, ok):
+    """Ask L2 for the lines at these pointers, where ok."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }", "=r,l,r",
+        [pointers, ok.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit

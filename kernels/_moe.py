@@ -142,6 +142,7 @@ class Config:
     swap: bool = False
     split: int = 1  # the epilogue runs in this many parts of the columns
     per_sm: int = 1
+    registers: int = 0  # a thread's at most; 0: the compiler's choice
     group: int = 8
     block_m: int = 0  # of the weight gradients only
 
@@ -250,8 +251,9 @@ def _by_pointers(c: Config) -> Config:
 
 def options(c: Config) -> dict[str, Any]:
     """The constexprs and compile options that every grouped kernel takes from its config."""
+    most = {"maxnreg": c.registers} if c.registers else {}
     return {"BN": c.block_n, "BK": c.block_k, "GROUP": c.group, "TMA": c.tma, "SWAP": c.swap, "STAGES": c.num_stages,
-            "num_warps": c.num_warps, "num_stages": c.num_stages}  # fmt: skip
+            "num_warps": c.num_warps, "num_stages": c.num_stages, **most}  # fmt: skip
 
 
 def programs(tiles: int, c: Config, target: Target) -> int:

@@ -5,13 +5,14 @@ weights, and of the experts' weights and biases. See moe_experts_backward.py for
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
 from . import _moe
 from ._gemm import accumulator, halves
-from ._lang import cdiv, next_power_of_2, tl, triton
-from ._launch import contiguous_last, descriptor
+from ._lang import TensorDescriptor, cdiv, next_power_of_2, tl, triton
+from ._launch import contiguous_last
 from ._launch import launch as _launch
 from ._math import tile_order
 from ._moe import (
@@ -104,21 +105,25 @@ def _activation_part(
 
 
 @triton.jit
-def _activation_parts(
-    dh, f0, rows, live, weight, gate_up, d_gate_up, weighted, N, alpha, limit, place, ACT: tl.constexpr,
-    INTERLEAVED: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    """The same in one or two parts, so that less is in registers at once."""
+def _pieces(x, BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr):
+    """x [BM, BN] as a tuple of SPLIT parts of its columns, a power of two."""
     if SPLIT == 1:
-        return _activation_part(dh, f0, rows, live, weight, gate_up, d_gate_up, weighted, N, alpha, limit, place, ACT,
-                                INTERLEAVED, TOP_K, WIDTH, BM, BN)  # fmt: skip
+        return (x,)
     else:
-        left, right = halves(dh, BM, BN)
-        HN: tl.constexpr = BN // 2
-        p = _activation_part(left, f0, rows, live, weight, gate_up, d_gate_up, weighted, N, alpha, limit, place, ACT,
-                             INTERLEAVED, TOP_K, WIDTH, BM, HN)  # fmt: skip
-        return p + _activation_part(right, f0 + HN, rows, live, weight, gate_up, d_gate_up, weighted, N, alpha, limit, place,
-                                    ACT, INTERLEAVED, TOP_K, WIDTH, BM, HN)  # fmt: skip
+        left, right = halves(x, BM, BN)
+        if SPLIT == 2:
+            return left, right
+        else:
+            a, b = halves(left, BM, BN // 2)
+            c, d = halves(right, BM, BN // 2)
+            if SPLIT == 4:
+                return a, b, c, d
+            else:
+                a0, a1 = halves(a, BM, BN // 4)
+                b0, b1 = halves(b, BM, BN // 4)
+                c0, c1 = halves(c, BM, BN // 4)
+                d0, d1 = halves(d, BM, BN // 4)
+                return a0, a1, b0, b1, c0, c1, d0, d1
 
 
 @triton.jit(do_not_specialize=["ROWS", "TOKENS"])
@@ -152,16 +157,12 @@ def _grad_hidden_kernel(
             acc = acc.T
         weight = tl.load(weights + slot).to(ACC)
         place = (slot, stride_x)
-        if SPLIT == 4:
-            lower, upper = halves(acc, BM, BN)
-            HN: tl.constexpr = BN // 2
-            p = _activation_parts(lower, n * BN, rows, live, weight, gate_up, d_gate_up, weighted, N, alpha, limit, place, ACT,
-                                  INTERLEAVED, TOP_K, WIDTH, BM, HN, 2)  # fmt: skip
-            p += _activation_parts(upper, n * BN + HN, rows, live, weight, gate_up, d_gate_up, weighted, N, alpha, limit, place,
-                                   ACT, INTERLEAVED, TOP_K, WIDTH, BM, HN, 2)  # fmt: skip
-        else:
-            p = _activation_parts(acc, n * BN, rows, live, weight, gate_up, d_gate_up, weighted, N, alpha, limit, place, ACT,
-                                  INTERLEAVED, TOP_K, WIDTH, BM, BN, SPLIT)  # fmt: skip
+        PN: tl.constexpr = BN // SPLIT  # in parts, so that less is in registers at once
+        pieces = _pieces(acc, BM, BN, SPLIT)
+        p = tl.zeros([BM], ACC)
+        for i in tl.static_range(SPLIT):
+            p += _activation_part(pieces[i], n * BN + i * PN, rows, live, weight, gate_up, d_gate_up, weighted, N, alpha, limit,
+                                  place, ACT, INTERLEAVED, TOP_K, WIDTH, BM, PN)  # fmt: skip
         if part is not None:
             tl.store(part + n.to(tl.int64) * ROWS + rows, p, live)
     if inverse is not None:
@@ -232,74 +233,80 @@ def grad_weights_launch(args: Args, sizes: Sizes, part: Tensor, grad: Tensor) ->
 
 
 @triton.jit
-def _weight_step(
-    acc, a, a_box, b, order, r, end, a0, b0, A, B, stride_a, stride_b, TOP_K: tl.constexpr, SLOTS: tl.constexpr,
-    WIDTH: tl.constexpr, BA: tl.constexpr, BB: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr, LAST: tl.constexpr,
-    EVEN: tl.constexpr, FLIP: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    rows = r + tl.arange(0, BK)
-    live = rows < end
-    if LAST:  # rows past the end repeat the last one, times 0: no other expert's NaN comes in
-        rows = tl.minimum(rows, end - 1)
-    ca = a0 + tl.arange(0, BA)
-    cb = b0 + tl.arange(0, BB)
-    if SLOTS:
-        slot = tl.load(order + rows)
-        token = slot // TOP_K
-        left = tl.load(a + slot_start(slot, stride_a, A, TOP_K, WIDTH)[:, None] + slot_columns(ca, TOP_K, WIDTH)[None, :],
-                       (ca < A)[None, :], other=0.0)  # fmt: skip
-    else:
-        if TMA and not LAST:
-            left = a_box.load([r, a0])
-        else:
-            at = a + rows[:, None].to(tl.int64) * A + ca[None, :]
-            if EVEN:
-                left = tl.load(at)
-            else:
-                left = tl.load(at, (ca < A)[None, :], other=0.0)
-        token = tl.load(order + rows) // TOP_K
-    at = b + token[:, None].to(tl.int64) * stride_b + cb[None, :]
-    if LAST:
-        right = tl.load(at, live[:, None] & (cb < B)[None, :], other=0.0)
-    elif EVEN:
-        right = tl.load(at)
-    else:
-        right = tl.load(at, (cb < B)[None, :], other=0.0)
-    if FLIP:
-        return tl.dot(right.T, left, acc, input_precision="ieee", out_dtype=ACC)
-    else:
-        return tl.dot(left.T, right, acc, input_precision="ieee", out_dtype=ACC)
-
-
-@triton.jit
 def _grad_weight_kernel(
-    a, a_box, b, order, offsets, grad, EXPERTS, M, N, A, B, stride_a, stride_b, TOP_K: tl.constexpr, SLOTS: tl.constexpr,
+    a, b, order, offsets, grad, EXPERTS, M, N, A, B, stride_a, stride_b, TOP_K: tl.constexpr, SLOTS: tl.constexpr,
     WIDTH: tl.constexpr, FLIP: tl.constexpr, EVEN: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+    BK: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
-    """grad[e] = a.T @ b[token] over e's rows, FLIP: its transpose; a `rows A`, or SLOTS, b `tokens B`, grad `experts M N`."""
+    """grad[e] = a.T @ b[token] over e's rows, FLIP: its transpose; a `rows A`, or SLOTS, b `tokens B`, grad `experts M N`.
+
+    The last step of an expert ends at its last row; what it has too much comes first and is 0 in both operands, so that no other
+    expert's NaN comes in. With TMA a is windows `rows BK A` of it, see _windows: a box outside of its window is 0 there."""
     BA: tl.constexpr = BN if FLIP else BM
     BB: tl.constexpr = BM if FLIP else BN
     num_m = tl.cdiv(M, BM)
     num_n = tl.cdiv(N, BN)
     per_expert = num_m * num_n
-    for t in tl.range(tl.program_id(0), EXPERTS * per_expert, tl.num_programs(0)):
-        e = t // per_expert
-        m, n = tile_order(t % per_expert, num_m, num_n, GROUP)
-        first = tl.load(offsets + e)
-        end = tl.load(offsets + e + 1)
-        whole = first + (end - first) // BK * BK
+    # One loop over the steps of all of this program's tiles, so that operands of the next tile are on their way while one ends;
+    # written out, for the compiler does not flatten an inner loop whose length differs.
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    expert = tl.arange(0, EP)
+    count = tl.load(offsets + expert + 1, expert < EXPERTS, other=0) - tl.load(offsets + expert, expert < EXPERTS, other=0)
+    tiles = _until((expert + 1) * per_expert, program, programs) - _until(expert * per_expert, program, programs)
+    total = tl.sum(tl.where(expert < EXPERTS, tiles * tl.maximum(tl.cdiv(count, BK), 1), 0), 0)
+    acc = tl.zeros([BM, BN], ACC)
+    t = program
+    i = 0
+    e, m, n, first, end = 0, 0, 0, 0, 0
+    for _ in tl.range(0, total, num_stages=STAGES):
+        if i == 0:
+            e = t // per_expert
+            m, n = tile_order(t % per_expert, num_m, num_n, GROUP)
+            first = tl.load(offsets + e)
+            end = tl.load(offsets + e + 1)
+        r = first + i * BK
+        early = BK - tl.minimum(end - r, BK)
+        rows = r - early + tl.arange(0, BK)
+        live = rows >= r
+        slot = tl.load(order + rows, live, other=0)
         a0 = n * BN if FLIP else m * BM
-        b0 = m * BM if FLIP else n * BN
-        acc = tl.zeros([BM, BN], ACC)
-        for r in tl.range(first, whole, BK, num_stages=STAGES):
-            acc = _weight_step(acc, a, a_box, b, order, r, end, a0, b0, A, B, stride_a, stride_b, TOP_K, SLOTS, WIDTH, BA, BB, BK,
-                               TMA, False, EVEN, FLIP, ACC)  # fmt: skip
-        for r in tl.range(whole, end, BK, num_stages=1):  # at most once
-            acc = _weight_step(acc, a, a_box, b, order, r, end, a0, b0, A, B, stride_a, stride_b, TOP_K, SLOTS, WIDTH, BA, BB, BK,
-                               TMA, True, EVEN, FLIP, ACC)  # fmt: skip
-        rows = m * BM + tl.arange(0, BM)
-        store_rows(grad + e.to(tl.int64) * M * N, rows, n * BN, acc, rows < M, N, BN)
+        ca = a0 + tl.arange(0, BA)
+        cb = (m * BM if FLIP else n * BN) + tl.arange(0, BB)
+        if TMA:
+            left = tl.reshape(a.load([r, -early, a0]), (BK, BA))
+        elif SLOTS:
+            at = a + slot_start(slot, stride_a, A, TOP_K, WIDTH)[:, None] + slot_columns(ca, TOP_K, WIDTH)[None, :]
+            left = tl.load(at, live[:, None] & (ca < A)[None, :], other=0.0)
+        else:
+            left = tl.load(a + rows[:, None].to(tl.int64) * A + ca[None, :], live[:, None] & (ca < A)[None, :], other=0.0)
+        at = b + (slot // TOP_K)[:, None].to(tl.int64) * stride_b + cb[None, :]
+        if EVEN:
+            right = tl.load(at, live[:, None], other=0.0)
+        else:
+            right = tl.load(at, live[:, None] & (cb < B)[None, :], other=0.0)
+        if FLIP:
+            acc = tl.dot(right.T, left, acc, input_precision="ieee", out_dtype=ACC)
+        else:
+            acc = tl.dot(left.T, right, acc, input_precision="ieee", out_dtype=ACC)
+        last = r + BK >= end
+        if last:
+            rows_m = m * BM + tl.arange(0, BM)
+            store_rows(grad + tl.cast(e, tl.int64) * M * N, rows_m, n * BN, acc, rows_m < M, N, BN)
+            acc = tl.zeros([BM, BN], ACC)
+        i = tl.where(last, 0, i + 1)
+        t = tl.where(last, t + programs, t)
+
+
+@triton.jit
+def _until(end, program, programs):
+    """How many of this program's tiles come before tile `end`, when tiles go round."""
+    return tl.maximum(tl.cdiv(end - program, programs), 0)
+
+
+def _windows(a: Tensor, rows: int, columns: int) -> Any:
+    """A descriptor of a `rows A` as windows `rows rows' A`: the rows from each row on, of which a box takes `rows` and `columns`.
+    The last windows reach past a's end, where no box looks."""
+    return TensorDescriptor(a, [len(a), rows, a.shape[1]], [a.stride(0), a.stride(0), 1], [1, rows, columns])
 
 
 def grad_weight_launch(a: Tensor, b: Tensor, grad: Tensor, flip: bool, args: Args, sizes: Sizes, *, slots: bool = False,
@@ -313,10 +320,10 @@ def grad_weight_launch(a: Tensor, b: Tensor, grad: Tensor, flip: bool, args: Arg
     del options["SWAP"]
     _launch(
         _grad_weight_kernel, (_moe.programs(experts * cdiv(m, c.block_m) * cdiv(n, c.block_n), c, target),),
-        (a, descriptor(a, [c.block_k, wide]) if c.tma else None, b, args["order"], args["offsets"], grad, experts, m, n,
+        (_windows(a, c.block_k, wide) if c.tma else a, b, args["order"], args["offsets"], grad, experts, m, n,
          n if flip else m, b.shape[1], a.stride(0) if slots else None, b.stride(0)),
         {"TOP_K": sizes["top_k"], "SLOTS": slots, "WIDTH": width, "FLIP": flip, "EVEN": m % c.block_m == n % c.block_n == 0,
-         "ACC": accumulator(a), "BM": c.block_m, **options},
+         "ACC": accumulator(a), "BM": c.block_m, **options, "EP": next_power_of_2(experts)},
     )  # fmt: skip
 
 

@@ -13,11 +13,13 @@ from torch import Tensor
 from . import _moe
 from ._gemm import accumulator
 from ._lang import cdiv, next_power_of_2, tl, triton
-from ._launch import launch
+from ._launch import chained, launch
+from ._math import after_earlier, prefetch
 from ._moe import gated
 from ._spec import Args, Sizes
-from ._target import target_of
+from ._target import Target, target_of
 
+_LINE_BYTES = 128
 UNROLLED = 4  # blocks of ffn, of each of a token's experts
 
 
@@ -54,8 +56,9 @@ def _dot_rows(x, w, c, ok, K, stride_n, stride_k, BN: tl.constexpr, BK: tl.const
 def _gate_up_vector_kernel(
     x, w, bias, indices, inverse, h, saved, N, K, stride_e, stride_n, stride_k, alpha, limit, ACT: tl.constexpr,
     INTERLEAVED: tl.constexpr, ACC: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    after_earlier(CHAINED)
     slot = tl.program_id(1)
     row = tl.load(inverse + slot)
     if row >= 0:
@@ -79,7 +82,23 @@ def _gate_up_vector_kernel(
 def _down_vector_kernel(
     h, w, bias, indices, inverse, weights, residual, out, N, K, stride_e, stride_n, stride_k, TOP_K: tl.constexpr,
     ACC: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    AHEAD: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    """AHEAD, LINES: of how many slots, and of each how many lines of LINE weights a row (or, where columns are dense, of one line
+    how many rows of the matrix), are asked for while gate and up are still at work. That launch lets this one come after it has
+    waited for the index, which is why the index may be read here; not from L1, which may be older."""
+    if AHEAD > 0:
+        line = tl.arange(0, LINES)
+        for j in tl.static_range(AHEAD):
+            found = tl.load(inverse + j, cache_modifier=".cg") >= 0
+            at = w + tl.load(indices + j, cache_modifier=".cg").to(tl.int64) * stride_e
+            if LINE > 0:
+                rows = tl.program_id(0) * BN + tl.arange(0, BN)
+                at += rows[:, None].to(tl.int64) * stride_n + (line * LINE)[None, :]
+                prefetch(at, found & (rows < N)[:, None] & (line * LINE < K)[None, :])
+            else:
+                prefetch(at + tl.program_id(0) * BN + line.to(tl.int64) * stride_k, found & (line < K))
+    after_earlier(CHAINED)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     total = tl.zeros([BN], ACC)
     for j in tl.static_range(TOP_K):
@@ -98,10 +117,24 @@ def _down_vector_kernel(
     tl.store(out + n, total.to(out.dtype.element_ty), n < N)
 
 
+def _ahead(n: int, k: int, top_k: int, block: int, itemsize: int, columns: bool, target: Target) -> dict[str, int]:
+    """What a program of _down_vector_kernel asks for ahead: half of L2 for all programs together."""
+    if not chained(target)["CHAINED"]:
+        return {"AHEAD": 0, "LINES": 1, "LINE": 1}
+    line = _LINE_BYTES // itemsize
+    # Of each of the program's rows, or for dense columns of the one line that its columns are.
+    budget = target.l2_bytes // 2 // max(cdiv(n, block), 1) // _LINE_BYTES // (1 if columns else block)
+    whole = max(k if columns else cdiv(k, line), 1)
+    lines = next_power_of_2(whole) if whole <= budget else next_power_of_2(max(budget, 1)) // 2
+    return {"AHEAD": min(top_k, max(budget // whole, 1)) if lines else 0, "LINES": max(lines, 1), "LINE": 0 if columns else line}
+
+
 def launch_vector(h: Tensor, out: Tensor, saved: Tensor | None, args: Args, sizes: Sizes, weights: Tensor) -> None:
     """Both launches. h `rows ffn`, out `1 hidden`, saved `rows gate_up`."""
     x, transposed, activation = args["x"].contiguous(), args["transposed"], args["activation"]
-    c = _moe.configure("vector_columns" if transposed else "vector", sizes["tile_rows"], x.element_size(), target_of(x.device))
+    target = target_of(x.device)
+    c = _moe.configure("vector_columns" if transposed else "vector", sizes["tile_rows"], x.element_size(), target)
+    chain = chained(target)
     ws = [_moe.dense_rows(args[name]) for name in ("gate_up_weight", "down_weight")]
     strides = [(w.stride(0), *((1, w.stride(1)) if transposed else (w.stride(1), 1))) for w in ws]
     biases = [None if args[name] is None else args[name].contiguous() for name in ("gate_up_bias", "down_bias")]
@@ -118,13 +151,14 @@ def launch_vector(h: Tensor, out: Tensor, saved: Tensor | None, args: Args, size
                 "STAGES": c.num_stages, "num_warps": c.num_warps, "num_stages": c.num_stages}  # fmt: skip
 
     first, second = options(hidden, False), options(ffn, True)
+    ahead = _ahead(hidden, ffn, top_k, second["BN"], x.element_size(), transposed, target)
     launch(
         _gate_up_vector_kernel, (cdiv(ffn, first["BN"]), top_k),
         (x, ws[0], biases[0], args["indices"], args["inverse"], h, saved, ffn, hidden, *strides[0], *_moe.clamp_numbers(args)),
-        {"ACT": activation, "INTERLEAVED": args["interleaved"], "ACC": accumulator(x), **first},
+        {"ACT": activation, "INTERLEAVED": args["interleaved"], "ACC": accumulator(x), **first, **chain},
     )  # fmt: skip
     launch(
         _down_vector_kernel, (cdiv(hidden, second["BN"]),),
         (h, ws[1], biases[1], args["indices"], args["inverse"], weights, args["residual"], out, hidden, ffn, *strides[1]),
-        {"TOP_K": top_k, "ACC": accumulator(x), **second},
+        {"TOP_K": top_k, "ACC": accumulator(x), **second, **ahead, **chain},
     )  # fmt: skip

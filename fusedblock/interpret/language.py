@@ -81,6 +81,12 @@ class _Recorder:
         self.changes.append((owner, name, value))
 
 
+def _assembly(asm: str, *args: Any, **kwargs: Any) -> None:
+    """Instructions that compute nothing."""
+    if "prefetch." not in asm:
+        raise NotImplementedError(f"no interpreter for: {asm}")
+
+
 @functools.cache
 def language() -> list[tuple[Any, str, Any]]:
     """Every attribute of triton.language that a launch replaces. Made once: making it is slow, applying it is not."""
@@ -127,6 +133,8 @@ def language() -> list[tuple[Any, str, Any]]:
     for name in ("gdc_wait", "gdc_launch_dependents"):  # programs run one after the other: nothing to wait for
         if hasattr(cuda, name):
             recorder.set_attr(cuda, name, lambda *args, **kwargs: None)
+    for owner in (tl, tl.core):
+        recorder.set_attr(owner, "inline_asm_elementwise", _assembly)
     return [*recorder.changes, *quick.changes()]
 
 
