@@ -25,7 +25,7 @@ from fusedblock.metering.timing import input_sets
 from . import command
 from .command import tiny
 from .engine import Candidate, Case
-from .moe_forms import COMPILED, CONFIGS, FORMS, LAUNCH_WAYS, ROUTERS, Form, within
+from .moe_forms import COMPILED, CONFIGS, FORMS, ROUTERS, Form, within
 from .moe_problem import Inputs, Problem, make_inputs, make_weights, plain, plain_router
 from .rows import Row
 
@@ -108,21 +108,17 @@ def choices(dry: bool) -> list[Group]:
     def gradients(label: str, kind: str, tokens: int = 4096) -> Group:  # a case a kind: each takes a compiler a minute
         return Group(BOTH, f"{label}, {kind}", MODELS[label](tokens), (chosen, *_names(kind)))
 
-    def launches(label: str, tokens: int) -> Group:
-        return Group(FORWARD, f"{label}, launches", MODELS[label](tokens), (chosen, *LAUNCH_WAYS))
-
     def router(label: str, tokens: int, kind: str) -> Group:
         return Group(ROUTER, label, MODELS[label](tokens), ("router, as chosen", *(name for name, _ in ROUTERS[kind])))
 
     grouped = {kind: _names(f"gate_up {kind}", f"down {kind}") for kind in (16, 64, 128)}
     made = [
-        one(QWEN, 1, "vector", "few", "grouped", *_names("vector"), quick=True),
-        one(MIXTRAL, 1, "vector", "few", "grouped", *_names("vector")),
+        one(QWEN, 1, "vector", "few", "grouped", *_names("vector", "vector_down"), quick=True),
+        one(MIXTRAL, 1, "vector", "few", "grouped", *_names("vector", "vector_down")),
         *(one(label, tokens, "few", "grouped") for tokens in (2, 8) for label in (QWEN, MIXTRAL)),
         one(QWEN, 16, "few", "grouped", "rows 32", *grouped[16]), one(MIXTRAL, 16, "few", "grouped", "rows 32", *grouped[16]),
         one(QWEN, 64, "few", "grouped", "rows 32", *grouped[16]), one(MIXTRAL, 64, "few", "grouped", "rows 16", *grouped[16]),
         *(one(label, 128, "few", "grouped") for label in (QWEN, MIXTRAL)),
-        *(launches(label, tokens) for tokens in (1, 2, 8, 16, 64, 512) for label in (QWEN, MIXTRAL)),
         *(gradients(label, kind) for kind in ("grad_weight", "grad_hidden", "grad_rows") for label in (QWEN, MIXTRAL)),
         *(gradients(QWEN, kind, 16384) for kind in ("grad_weight", "grad_hidden")),
         one(QWEN, 256, "rows 16", "rows 64", *grouped[16]), one(MIXTRAL, 256, "rows 64"),
@@ -132,7 +128,7 @@ def choices(dry: bool) -> list[Group]:
         one(QWEN, 16384, "rows 64", *grouped[128]), one(MIXTRAL, 16384, "rows 64", *grouped[128]),
         *(router(label, tokens, kind) for label in (QWEN, MIXTRAL)
           for tokens, kind in ((1, "few"), (64, "few"), (512, "some"), (4096, "many"), (16384, "many"))),
-        one(OSS, 1, "vector", "few", "grouped", *_names("vector_columns")),
+        one(OSS, 1, "few", "grouped"),
     ]  # fmt: skip
     return tiny(made) if dry else made
 

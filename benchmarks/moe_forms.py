@@ -15,7 +15,7 @@ from torch import Tensor
 import fusedblock
 from fusedblock import ops
 from fusedblock.blocks.moe import MoeSpec, MoeWeights, fixed_mixture, mixture
-from fusedblock.kernels import _moe, _moe_index, _moe_products, _moe_vector, moe_route
+from fusedblock.kernels import _moe, moe_route
 from fusedblock.kernels._moe_index import index_block
 from fusedblock.kernels._target import Target
 
@@ -100,7 +100,7 @@ def _config(kind: str, *numbers: Any, **words: Any) -> tuple[str, Way]:
     name = f"{kind} {rows}{config.block_n}x{config.block_k} w{config.num_warps} s{config.num_stages}"
     name += "".join(f" {what} {n}" for what, n in (("split", config.split), ("per SM", config.per_sm)) if n > 1)
     name += " swap" if config.swap else ""
-    name += f" r{config.registers}" if config.registers else ""
+    name += " unrolled" if config.unrolled else ""
     return name, Way({(_moe, "configure"): configure})
 
 
@@ -141,20 +141,18 @@ CONFIGS = {
                 _config("down", 256, 64, 4, 4, **_T), _config("down", 128, 128, 8, 3, **_T)),
     "down 128": (_config("down", 128, 64, 4, 4, **_T), _config("down", 256, 64, 8, 3, **_T),
                  _config("down", 128, 128, 8, 3, **_T), _config("down", 256, 128, 8, 2, **_T)),
-    "vector": tuple(_config("vector", *numbers) for numbers in (
-        (2, 512, 4, 4), (8, 512, 4, 4), (4, 1024, 4, 4), (4, 512, 2, 4), (8, 256, 4, 4), (4, 256, 4, 4))),
-    "vector_columns": tuple(_config("vector_columns", *numbers) for numbers in (
-        (32, 32, 4, 4), (128, 32, 4, 3), (64, 64, 4, 3), (32, 64, 4, 4), (64, 64, 8, 4))),
+    "vector": (*(_config("vector", *numbers) for numbers in ((4, 512, 4, 4), (8, 256, 4, 4))),
+               *(_config("vector", *numbers, unrolled=True) for numbers in ((2, 512, 4, 4), (2, 1024, 4, 4), (8, 512, 8, 4)))),
+    "vector_down": tuple(_config("vector_down", *numbers, unrolled=True) for numbers in (
+        (4, 2048, 8, 3), (2, 2048, 4, 3), (4, 1024, 4, 4), (8, 2048, 8, 3), (8, 1024, 4, 4), (2, 4096, 4, 3))),
     "grad_rows": (_config("grad_rows", 128, 64, 4, 4, **_T), _config("grad_rows", 128, 128, 8, 3, **_T)),
     "grad_hidden": (
         _config("grad_hidden", 128, 64, 8, 3, **_T, split=4), _config("grad_hidden", 64, 64, 8, 4, **_T, split=2),
-        _config("grad_hidden", 128, 128, 8, 3, **_T, split=4), _config("grad_hidden", 128, 64, 8, 4, **_T, split=8),
-        _config("grad_hidden", 128, 64, 4, 3, **_TWO, split=8),
-        _config("grad_hidden", 128, 64, 8, 3, **_TWO, split=8, registers=128)),
+        _config("grad_hidden", 128, 128, 8, 3, **_T, split=4), _config("grad_hidden", 128, 64, 8, 4, **_T, split=4),
+        _config("grad_hidden", 128, 64, 4, 3, **_TWO, split=8)),
     "grad_weight": (
-        _config("grad_weight", 128, 64, 8, 6, **_TWO, block_m=128), _config("grad_weight", 256, 64, 8, 4, **_T, block_m=128),
-        _config("grad_weight", 256, 64, 8, 5, **_T, block_m=128), _config("grad_weight", 128, 64, 4, 4, **_TWO, block_m=128),
-        _config("grad_weight", 128, 64, 8, 5, **_T, block_m=256), _config("grad_weight", 128, 64, 8, 4, **_TWO, block_m=128)),
+        _config("grad_weight", 128, 64, 4, 4, **_TWO, block_m=128), _config("grad_weight", 256, 64, 8, 4, **_T, block_m=128),
+        _config("grad_weight", 128, 64, 8, 5, **_T, block_m=256)),
 }  # fmt: skip
 CONFIG_WAYS = dict(way for ways in CONFIGS.values() for way in ways)
 ROUTERS = {
@@ -164,13 +162,8 @@ ROUTERS = {
     "many": (_fused(16), _fused(32), _fused(64), _split("split", 32, 128, 128, 1), _split("split", 32, 64, 64, 2)),
 }  # fmt: skip
 ROUTER_WAYS = dict(way for ways in ROUTERS.values() for way in ways)
-_CHAINS = (_moe_index, _moe_products, _moe_vector, moe_route)
-LAUNCH_WAYS = {
-    "unchained": Way({(module, "chained"): lambda _: {"CHAINED": False} for module in _CHAINS}),
-    "nothing ahead": Way({(_moe_vector, "_ahead"): lambda *_: {"AHEAD": 0, "LINES": 1, "LINE": 1}}),
-}
 WAYS: dict[str, Way] = {
-    **FORM_WAYS, **ROW_WAYS, **CONFIG_WAYS, **ROUTER_WAYS, **LAUNCH_WAYS,
+    **FORM_WAYS, **ROW_WAYS, **CONFIG_WAYS, **ROUTER_WAYS,
 }  # fmt: skip
 
 FORMS: dict[str, Callable[[Problem, Weights], Form]] = {

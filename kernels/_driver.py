@@ -33,16 +33,6 @@ class _Config(ctypes.Structure):
     )  # fmt: skip
 
 
-class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute, of the kinds whose value is an int; the driver's union has 64 bytes."""
-
-    _fields_ = (("kind", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15))
-
-
-# CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: see chained in _launch.py.
-_CHAINED = _Attribute(6, 0, 1)
-
-
 @functools.cache
 def _enqueue() -> Callable[..., int]:
     """cuLaunchKernelEx(config, function, parameters, extra)."""
@@ -104,7 +94,7 @@ class Block:
         compiled = step.compiled
         meta, signature = compiled.metadata, list(compiled.src.signature.values())
         values = (*step.args, *step.tail)
-        plain = meta.num_ctas == 1 and not meta.launch_cooperative_grid
+        plain = meta.num_ctas == 1 and not meta.launch_cooperative_grid and not meta.launch_pdl
         if not plain or meta.global_scratch_size or meta.profile_scratch_size or len(signature) != len(values):
             return False
         boxes = list(getattr(meta, "tensordesc_meta", None) or ())
@@ -143,8 +133,6 @@ class Block:
         array = (ctypes.c_void_p * len(params))(*params)
         warps, _, shared = compiled.packed_metadata
         config = _Config(*(*step.grid, 1, 1)[:3], 32 * warps, 1, 1, shared)
-        if meta.launch_pdl:
-            config.attributes, config.attribute_count = ctypes.addressof(_CHAINED), 1
         self._configs.append(config)
         self._maps += [_Map(box, info, array, at, stride) for box, info, at, stride in maps]
         self._kept.append(array)

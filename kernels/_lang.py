@@ -24,13 +24,13 @@ class Stub:
 try:
     import triton
     import triton.language as tl
-    from triton.language.extra import cuda
+    from triton.language.extra import libdevice
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     AVAILABLE = True
     VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 except ImportError:  # pragma: no cover - exercised by tests/test_import.py in a process without triton
-    triton = tl = cuda = Stub("this kernel needs triton, which is not installed here")  # type: ignore[assignment]
+    triton = tl = libdevice = Stub("this kernel needs triton, which is not installed here")  # type: ignore[assignment]
     TensorDescriptor = None  # type: ignore[assignment,misc]
     AVAILABLE = False
     VERSION = (0, 0)

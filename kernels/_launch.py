@@ -17,7 +17,6 @@ from torch import Tensor
 
 from . import _lang
 from ._lang import TensorDescriptor
-from ._target import Target
 
 # How the kernels run when the tensors are not on a GPU: None (they do not: the reference does), "interpret" or "compile".
 _mode: str | None = None
@@ -97,12 +96,6 @@ def launch(kernel: Any, grid: tuple[int, ...], args: Sequence[Any], constexprs: 
         return
     compiled, tail = found
     run_compiled(compiled, grid, (*args, *tail), torch._C._cuda_getCurrentRawStream(device))
-
-
-def chained(target: Target) -> dict[str, Any]:
-    """Constexprs of a kernel that calls `after_earlier(CHAINED)`: its programs may be there before the launch ahead has ended
-    (programmatic dependent launch), which hides most of the time between two launches."""
-    return {"CHAINED": True, "launch_pdl": True} if target.capability >= 90 else {"CHAINED": False}
 
 
 def find_compiled(kernel: Any, args: Sequence[Any], constexprs: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]] | None:

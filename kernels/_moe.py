@@ -142,20 +142,23 @@ class Config:
     swap: bool = False
     split: int = 1  # the epilogue runs in this many parts of the columns
     per_sm: int = 1
-    registers: int = 0  # a thread's at most; 0: the compiler's choice
     group: int = 8
     block_m: int = 0  # of the weight gradients only
+    unrolled: bool = False  # of one token only: the loop over the long axis, where it is short
 
 
 TILE_ROWS = (16, 32, 64, 128)
 # Kinds: "gate_up" (block_n counts gate and up together), "down" and "grad_rows" (grad of x's rows), "grad_hidden" (through the
-# down product and the activation); and, whatever the tile rows, "grad_weight" and "vector" (one token; block_k of the long axis,
-# "vector_columns" where the weight's columns are dense).
+# down product and the activation); and, whatever the tile rows, "grad_weight" (block_m of the gathered operand) and, for one
+# token, "vector" (gate and up; block_k of the long axis) and "vector_down" (block_k of it and of the slots together).
 Table = dict[str, Any]
 # H200, 2026-12-01, CUDA graphs, whole block with its router, beside the best of transformers' experts: E128 k8 H2048 I768 T16384
 # 2.13 ms (6.62), T4096 0.708 (1.94), T512 0.334 (0.626), T64 0.328 (0.538), T16 0.198 (0.377), T1 0.035 (0.100); E8 k2 H4096
 # I14336 T16384 16.6 (24.5), T4096 4.33 (6.39), T512 0.977 (1.60), T64 0.668 (1.14), T1 0.170 (0.357). With the backward T16384:
 # 7.45 (18.1) and 63.7 (73.5). Other tiles that were timed: benchmarks/results/moe-choices-nvidia-h200-2026-12-01.json.
+_VECTOR: Table = {
+    "vector": Config(4, 512, 4, 4, unrolled=True), "vector_down": Config(4, 2048, 4, 4, unrolled=True),
+}
 _SM90: Table = {
     "gate_up": {
         16: Config(128, 128, 4, 3, tma=True, swap=True, per_sm=2), 32: Config(128, 128, 4, 3, tma=True, swap=True, per_sm=2),
@@ -171,11 +174,11 @@ _SM90: Table = {
     },
     "grad_hidden": {
         16: Config(64, 64, 4, 4, swap=True), 32: Config(64, 64, 4, 4, swap=True), 64: Config(128, 64, 4, 4, tma=True, split=4),
-        128: Config(128, 64, 8, 4, tma=True, split=4),
+        128: Config(256, 64, 8, 4, tma=True, split=8),
     },
     # Of these stages, one level is the index's: three buffers of operands.
-    "grad_weight": Config(128, 64, 4, 6, tma=True, per_sm=2, block_m=128),
-    "vector": Config(4, 512, 4, 4), "vector_columns": Config(64, 32, 4, 4),
+    "grad_weight": Config(256, 64, 8, 5, tma=True, block_m=128),
+    **_VECTOR,
 }  # fmt: skip
 # A100: not measured, chosen by registers and shared memory (a "vector" of 4 rows spills).
 _SM80: Table = {
@@ -185,7 +188,7 @@ _SM80: Table = {
     "grad_hidden": {16: Config(64, 64, 4, 4), 32: Config(64, 64, 4, 4, split=2), 64: Config(64, 64, 4, 3, split=2),
                     128: Config(64, 32, 8, 4, split=2)},
     "grad_weight": Config(128, 32, 8, 4, block_m=128),
-    "vector": Config(2, 512, 4, 4), "vector_columns": Config(64, 32, 4, 4),
+    "vector": Config(2, 512, 4, 4), "vector_down": Config(2, 2048, 4, 3),
 }  # fmt: skip
 
 
@@ -198,16 +201,16 @@ def _changed(table: Table, **most: int) -> Table:
     return {k: {m: cut(c) for m, c in v.items()} if isinstance(v, dict) else cut(v) for k, v in table.items()}
 
 
-_SM86 = {**_changed(_SM80, num_stages=3, block_k=64), "vector": _SM90["vector"]}  # 99 KB
-_SM100 = {**_changed(_SM80, block_k=64), "vector": _SM90["vector"]}
-_GFX942 = {**_changed(_SM80, num_stages=2, block_k=64), "vector": replace(_SM90["vector"], num_stages=2)}
+_SM86 = {**_changed(_SM80, num_stages=3, block_k=64), **_VECTOR}  # 99 KB
+_SM100 = {**_changed(_SM80, block_k=64), **_VECTOR}
+_GFX942 = {**_changed(_SM80, num_stages=2, block_k=64), **_changed(_VECTOR, num_stages=2)}
 # fp32 runs on the FMA pipes (no tf32): small tiles, few registers.
 _FP32: Table = {
     **dict.fromkeys(("gate_up", "down", "grad_rows", "grad_hidden"), {
         m: Config(64, 32, 8 if m >= 64 else 4, 2) for m in TILE_ROWS
     }),
     "grad_weight": Config(64, 32, 8, 2, block_m=64),
-    "vector": Config(4, 256, 4, 2), "vector_columns": Config(64, 16, 4, 2),
+    "vector": Config(4, 256, 4, 2), "vector_down": Config(2, 1024, 4, 2),
 }  # fmt: skip
 _TABLES = {"sm_80": _SM80, "sm_86": _SM86, "sm_90": _SM90, "sm_100": _SM100, "gfx942": _GFX942}
 
@@ -233,11 +236,11 @@ def configure(kind: str, tile_rows: int, itemsize: int, target: Target) -> Confi
     return _by_pointers(c) if target.batch_invariant else c
 
 
-def form(tokens: int, tile_rows: int, target: Target) -> str:
+def form(tokens: int, tile_rows: int, transposed: bool, target: Target) -> str:
     """How the forward runs: "vector" (one token, two launches), "few" (two), "grouped" (three)."""
     if target.batch_invariant or tokens > FEW_TOKENS or tile_rows > 64:
         return "grouped"
-    return "vector" if tokens == 1 else "few"
+    return "vector" if tokens == 1 and not transposed else "few"  # sums over rows want them dense
 
 
 def usable(c: Config, *operands: Tensor) -> Config:
@@ -251,9 +254,8 @@ def _by_pointers(c: Config) -> Config:
 
 def options(c: Config) -> dict[str, Any]:
     """The constexprs and compile options that every grouped kernel takes from its config."""
-    most = {"maxnreg": c.registers} if c.registers else {}
     return {"BN": c.block_n, "BK": c.block_k, "GROUP": c.group, "TMA": c.tma, "SWAP": c.swap, "STAGES": c.num_stages,
-            "num_warps": c.num_warps, "num_stages": c.num_stages, **most}  # fmt: skip
+            "num_warps": c.num_warps, "num_stages": c.num_stages}  # fmt: skip
 
 
 def programs(tiles: int, c: Config, target: Target) -> int:

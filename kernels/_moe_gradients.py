@@ -12,7 +12,7 @@ from torch import Tensor
 from . import _moe
 from ._gemm import accumulator, halves
 from ._lang import TensorDescriptor, cdiv, next_power_of_2, tl, triton
-from ._launch import contiguous_last
+from ._launch import contiguous_last, descriptor, tma_ready
 from ._launch import launch as _launch
 from ._math import tile_order
 from ._moe import (
@@ -40,7 +40,7 @@ from ._target import target_of
 def hidden_config(sizes: Sizes, args: Args) -> _moe.Config:
     c = _moe.configure("grad_hidden", sizes["tile_rows"], args["x"].element_size(), target_of(args["x"].device))
     # Gate and up in turn take more registers to tell apart.
-    return replace(c, block_n=64, split=2) if args["interleaved"] and c.block_n > 64 else c
+    return replace(c, block_n=c.block_n // 2) if args["interleaved"] and c.block_n > 64 else c
 
 
 @triton.jit
@@ -75,12 +75,13 @@ def _gate_part(
     if INTERLEAVED:
         c = 2 * f0 + tl.arange(0, 2 * BN)
         wide = live[:, None] & (c < 2 * N)[None, :]
-        both = tl.load(gate_up + start + c[None, :], wide, other=0.0).to(dh.dtype)
+        both = tl.load(gate_up + start + c[None, :], (c < 2 * N)[None, :], other=0.0).to(dh.dtype)
         g, u = tl.split(tl.reshape(both, (BM, BN, 2)))
     else:
-        g = tl.load(gate_up + start + f[None, :], ok, other=0.0).to(dh.dtype)
-        u = tl.load(gate_up + start + (N + f)[None, :], ok, other=0.0).to(dh.dtype)
+        g = tl.load(gate_up + start + f[None, :], (f < N)[None, :], other=0.0).to(dh.dtype)
+        u = tl.load(gate_up + start + (N + f)[None, :], (f < N)[None, :], other=0.0).to(dh.dtype)
     h, dg, du = gated_grad(dh * weight[:, None], g, u, alpha, limit, ACT)
+    p = tl.sum(dh * h, 1)  # first, so that dh need not be kept: this is all registers
     if weighted is not None:
         store_rows(weighted, rows, f0, h * weight[:, None], live, N, BN)
     if d_gate_up is not None:
@@ -90,7 +91,7 @@ def _gate_part(
         else:
             tl.store(d_gate_up + start + f[None, :], dg.to(d_gate_up.dtype.element_ty), ok)
             tl.store(d_gate_up + start + (N + f)[None, :], du.to(d_gate_up.dtype.element_ty), ok)
-    return tl.sum(dh * h, 1)
+    return p
 
 
 @triton.jit
@@ -138,9 +139,9 @@ def _grad_hidden_kernel(
     num_n = tl.cdiv(N, BN)
     for t in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=TMA):
         e, first, end, n = tile_at(tiles, t, num_m, num_n, GROUP)
-        rows = first + tl.arange(0, BM)
-        live = rows < end
-        slot = tl.load(order + tl.minimum(rows, end - 1))
+        live = first + tl.arange(0, BM) < end
+        rows = tl.minimum(first + tl.arange(0, BM), end - 1)  # past the end the last one again: never stored
+        slot = tl.load(order + rows)
         acc = sums(BM, BN, SWAP, ACC)
         if grad_out is not None:
             cols = n * BN + tl.arange(0, BN)
@@ -234,73 +235,53 @@ def grad_weights_launch(args: Args, sizes: Sizes, part: Tensor, grad: Tensor) ->
 
 @triton.jit
 def _grad_weight_kernel(
-    a, b, order, offsets, grad, EXPERTS, M, N, A, B, stride_a, stride_b, TOP_K: tl.constexpr, SLOTS: tl.constexpr,
-    WIDTH: tl.constexpr, FLIP: tl.constexpr, EVEN: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, EP: tl.constexpr,
+    a, b, order, offsets, grad, EXPERTS, A, B, stride_a, stride_b, TOP_K: tl.constexpr, SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr, FLIP: tl.constexpr, EVEN: tl.constexpr, ACC: tl.constexpr, BA: tl.constexpr, BB: tl.constexpr,
+    BK: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, BOXED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """grad[e] = a.T @ b[token] over e's rows, FLIP: its transpose; a `rows A`, or SLOTS, b `tokens B`, grad `experts M N`.
+    """grad[e] = a.T @ b[token] over e's rows, FLIP: its transpose; a `rows A`, or SLOTS, b `tokens B`, grad `experts A B`.
 
     The last step of an expert ends at its last row; what it has too much comes first and is 0 in both operands, so that no other
-    expert's NaN comes in. With TMA a is windows `rows BK A` of it, see _windows: a box outside of its window is 0 there."""
-    BA: tl.constexpr = BN if FLIP else BM
-    BB: tl.constexpr = BM if FLIP else BN
-    num_m = tl.cdiv(M, BM)
-    num_n = tl.cdiv(N, BN)
-    per_expert = num_m * num_n
-    # One loop over the steps of all of this program's tiles, so that operands of the next tile are on their way while one ends;
-    # written out, for the compiler does not flatten an inner loop whose length differs.
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    expert = tl.arange(0, EP)
-    count = tl.load(offsets + expert + 1, expert < EXPERTS, other=0) - tl.load(offsets + expert, expert < EXPERTS, other=0)
-    tiles = _until((expert + 1) * per_expert, program, programs) - _until(expert * per_expert, program, programs)
-    total = tl.sum(tl.where(expert < EXPERTS, tiles * tl.maximum(tl.cdiv(count, BK), 1), 0), 0)
-    acc = tl.zeros([BM, BN], ACC)
-    t = program
-    i = 0
-    e, m, n, first, end = 0, 0, 0, 0, 0
-    for _ in tl.range(0, total, num_stages=STAGES):
-        if i == 0:
-            e = t // per_expert
-            m, n = tile_order(t % per_expert, num_m, num_n, GROUP)
-            first = tl.load(offsets + e)
-            end = tl.load(offsets + e + 1)
-        r = first + i * BK
-        early = BK - tl.minimum(end - r, BK)
-        rows = r - early + tl.arange(0, BK)
-        live = rows >= r
-        slot = tl.load(order + rows, live, other=0)
-        a0 = n * BN if FLIP else m * BM
-        ca = a0 + tl.arange(0, BA)
-        cb = (m * BM if FLIP else n * BN) + tl.arange(0, BB)
-        if TMA:
-            left = tl.reshape(a.load([r, -early, a0]), (BK, BA))
-        elif SLOTS:
-            at = a + slot_start(slot, stride_a, A, TOP_K, WIDTH)[:, None] + slot_columns(ca, TOP_K, WIDTH)[None, :]
-            left = tl.load(at, live[:, None] & (ca < A)[None, :], other=0.0)
-        else:
-            left = tl.load(a + rows[:, None].to(tl.int64) * A + ca[None, :], live[:, None] & (ca < A)[None, :], other=0.0)
-        at = b + (slot // TOP_K)[:, None].to(tl.int64) * stride_b + cb[None, :]
-        if EVEN:
-            right = tl.load(at, live[:, None], other=0.0)
-        else:
-            right = tl.load(at, live[:, None] & (cb < B)[None, :], other=0.0)
-        if FLIP:
+    expert's NaN comes in. With TMA a is windows `rows BK A` of it, see _windows: a box outside of its window is 0 there. The
+    gathered operand is always the one of BB rows: it goes through the threads, whom twice as many columns would keep too busy."""
+    num_a = tl.cdiv(A, BA)
+    num_b = tl.cdiv(B, BB)
+    per_expert = num_a * num_b
+    for t in tl.range(tl.program_id(0), EXPERTS * per_expert, tl.num_programs(0)):
+        e = t // per_expert
+        tile_b, tile_a = tile_order(t % per_expert, num_b, num_a, GROUP)
+        first = tl.load(offsets + e)
+        end = tl.load(offsets + e + 1)
+        ca = tile_a * BA + tl.arange(0, BA)
+        cb = tile_b * BB + tl.arange(0, BB)
+        acc = tl.zeros([BB, BA], ACC)
+        for r in tl.range(first, end, BK, num_stages=STAGES):
+            early = BK - tl.minimum(end - r, BK)
+            rows = r - early + tl.arange(0, BK)
+            live = rows >= r
+            slot = tl.load(order + rows, live, other=0)
+            if TMA:
+                left = tl.reshape(a.load([r, -early, tile_a * BA]), (BK, BA))
+            elif SLOTS:
+                at = a + slot_start(slot, stride_a, A, TOP_K, WIDTH)[:, None] + slot_columns(ca, TOP_K, WIDTH)[None, :]
+                left = tl.load(at, live[:, None] & (ca < A)[None, :], other=0.0)
+            else:
+                left = tl.load(a + rows[:, None].to(tl.int64) * A + ca[None, :], live[:, None] & (ca < A)[None, :], other=0.0)
+            at = b + (slot // TOP_K)[:, None].to(tl.int64) * stride_b + cb[None, :]
+            if EVEN:
+                right = tl.load(at, live[:, None], other=0.0)
+            else:
+                right = tl.load(at, live[:, None] & (cb < B)[None, :], other=0.0)
             acc = tl.dot(right.T, left, acc, input_precision="ieee", out_dtype=ACC)
+        # As the weight is stored.
+        if FLIP and BOXED:
+            grad.store([e, tile_b * BB, tile_a * BA], tl.reshape(acc.to(grad.dtype), (1, BB, BA)))
+        elif BOXED:
+            grad.store([e, tile_a * BA, tile_b * BB], tl.reshape(acc.to(grad.dtype).T, (1, BA, BB)))
+        elif FLIP:
+            store_rows(grad + e.to(tl.int64) * A * B, cb, tile_a * BA, acc, cb < B, A, BA)
         else:
-            acc = tl.dot(left.T, right, acc, input_precision="ieee", out_dtype=ACC)
-        last = r + BK >= end
-        if last:
-            rows_m = m * BM + tl.arange(0, BM)
-            store_rows(grad + tl.cast(e, tl.int64) * M * N, rows_m, n * BN, acc, rows_m < M, N, BN)
-            acc = tl.zeros([BM, BN], ACC)
-        i = tl.where(last, 0, i + 1)
-        t = tl.where(last, t + programs, t)
-
-
-@triton.jit
-def _until(end, program, programs):
-    """How many of this program's tiles come before tile `end`, when tiles go round."""
-    return tl.maximum(tl.cdiv(end - program, programs), 0)
+            store_rows(grad + e.to(tl.int64) * A * B, ca, tile_b * BB, acc.T, ca < A, B, BB)
 
 
 def _windows(a: Tensor, rows: int, columns: int) -> Any:
@@ -315,15 +296,16 @@ def grad_weight_launch(a: Tensor, b: Tensor, grad: Tensor, flip: bool, args: Arg
     a, b, target = contiguous_last(a) if slots else a, contiguous_last(b), target_of(a.device)
     c = _moe.configure("grad_weight", sizes["tile_rows"], a.element_size(), target)
     c = _moe._by_pointers(c) if slots else _moe.usable(c, a)
-    (experts, m, n), wide = grad.shape, c.block_n if flip else c.block_m
-    options = _moe.options(c)
-    del options["SWAP"]
+    experts, of_a, of_b = grad.mT.shape if flip else grad.shape
+    options, boxed = _moe.options(c), c.tma and tma_ready(grad)
+    block = [c.block_m, c.block_n] if flip else [c.block_n, c.block_m]
+    del options["SWAP"], options["BN"]
     _launch(
-        _grad_weight_kernel, (_moe.programs(experts * cdiv(m, c.block_m) * cdiv(n, c.block_n), c, target),),
-        (_windows(a, c.block_k, wide) if c.tma else a, b, args["order"], args["offsets"], grad, experts, m, n,
-         n if flip else m, b.shape[1], a.stride(0) if slots else None, b.stride(0)),
-        {"TOP_K": sizes["top_k"], "SLOTS": slots, "WIDTH": width, "FLIP": flip, "EVEN": m % c.block_m == n % c.block_n == 0,
-         "ACC": accumulator(a), "BM": c.block_m, **options, "EP": next_power_of_2(experts)},
+        _grad_weight_kernel, (_moe.programs(experts * cdiv(of_a, c.block_n) * cdiv(of_b, c.block_m), c, target),),
+        (_windows(a, c.block_k, c.block_n) if c.tma else a, b, args["order"], args["offsets"],
+         descriptor(grad, [1, *block]) if boxed else grad, experts, of_a, of_b, a.stride(0) if slots else None, b.stride(0)),
+        {"TOP_K": sizes["top_k"], "SLOTS": slots, "WIDTH": width, "FLIP": flip, "EVEN": of_b % c.block_m == 0,
+         "ACC": accumulator(a), "BA": c.block_n, "BB": c.block_m, "BOXED": boxed, **options},
     )  # fmt: skip
 
 

@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 
 from ._lang import cdiv, next_power_of_2, tl, triton
-from ._launch import chained
 from ._launch import launch as _launch
-from ._math import after_earlier
 from ._spec import Args, ShapeError, Sizes
 from ._target import Target
 
@@ -251,10 +249,9 @@ def index_all(indices, order, inverse, offsets, tiles, SLOTS, E, MAX_TILES, TILE
 @triton.jit(do_not_specialize=["T", "TILES", "PER", "MAX_TILES"])
 def index_kernel(
     indices, counts, order, inverse, offsets, tiles, T, TILES, PER, E, K, MAX_TILES, DISTINCT: tl.constexpr,
-    COUNTED: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, CHAINED: tl.constexpr,
+    COUNTED: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Each program places the tokens of PER tiles of COUNTED, whose counts [TILES, E] an earlier launch left; BT at a time."""
-    after_earlier(CHAINED)
     program = tl.program_id(0)
     expert = tl.arange(0, EP)
     mine = program * PER
@@ -293,5 +290,5 @@ def launch_index(
         index_kernel, (cdiv(token_tiles, per),),
         (indices, counts, *index, tokens, token_tiles, per, experts, top_k, index[3].shape[0]),
         {"DISTINCT": distinct, "COUNTED": block_tokens, "BT": min(block, block_tokens), "EP": index_block(experts),
-         "TILE": tile_rows, "ROWS": block, **chained(target), "num_warps": INDEX_WARPS},
+         "TILE": tile_rows, "ROWS": block, "num_warps": INDEX_WARPS},
     )  # fmt: skip

@@ -11,9 +11,9 @@ from torch import Tensor
 from . import _moe
 from ._gemm import accumulator, halves
 from ._lang import cdiv, next_power_of_2, tl, triton
-from ._launch import chained, contiguous_last, descriptor
+from ._launch import contiguous_last, descriptor
 from ._launch import launch as _launch
-from ._math import after_earlier, last_of
+from ._math import last_of
 from ._moe import (
     boxed,
     clear_slots,
@@ -82,10 +82,9 @@ def _gate_up_kernel(
     x, w, bias, order, tiles, h, saved, arrived, COUNTERS, N, K, stride_x, stride_e, stride_w, alpha, limit,
     TOP_K: tl.constexpr, ACT: tl.constexpr, T: tl.constexpr, INTERLEAVED: tl.constexpr, EVEN: tl.constexpr, ACC: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr,
-    STAGES: tl.constexpr, CHAINED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """arrived [COUNTERS]: set to 0 for the next launch, where it counts."""
-    after_earlier(CHAINED)
     if arrived is not None:
         for i in range(tl.program_id(0) * BM, COUNTERS, tl.num_programs(0) * BM):
             tl.store(arrived + i + tl.arange(0, BM), tl.zeros([BM], tl.int32), i + tl.arange(0, BM) < COUNTERS)
@@ -148,7 +147,7 @@ def gate_up_launch(args: Args, sizes: Sizes, h: Tensor | None, saved: Tensor | N
          args["tiles"], h, saved, arrived, None if arrived is None else len(arrived), n, k, x.stride(0), w.stride(0), w.stride(1),
          *_moe.clamp_numbers(args)),
         {"TOP_K": sizes["top_k"], "ACT": args["activation"], "T": transposed, "INTERLEAVED": interleaved,
-         "EVEN": k % c.block_k == 0, "ACC": accumulator(x), "BM": tile_rows, **_moe.options(c), **chained(target)},
+         "EVEN": k % c.block_k == 0, "ACC": accumulator(x), "BM": tile_rows, **_moe.options(c)},
     )  # fmt: skip
 
 
@@ -196,12 +195,11 @@ def _rows_kernel(
     a, w, bias, order, tiles, inverse, y, arrived, weights, residual, out, TOKENS, N, K, stride_a, stride_e, stride_w,
     FROM: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, T: tl.constexpr, EVEN: tl.constexpr, ACC: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr,
-    STAGES: tl.constexpr, CHAINED: tl.constexpr, BT: tl.constexpr,
+    STAGES: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """y = a @ w[expert].T + bias[expert], row by row; w `experts N K` or, with T, `experts K N`. a has what FROM says: "rows K";
     "tokens": of each row its token's; "slots": its slot's (see slot_start). inverse: y has slots, those without a row are 0; or,
     with arrived, of the programs of a column tile, of which there are as many for each, the last to end sums y's rows to out."""
-    after_earlier(CHAINED)
     num_m = tl.load(tiles + 3)
     num_n = tl.cdiv(N, BN)
     start = tl.program_id(0)
@@ -292,14 +290,13 @@ def rows_launch(kind: str, a: Tensor, w: Tensor, bias: Tensor | None, y: Tensor,
          None if alone else a.stride(0), w.stride(0), w.stride(1)),
         {"FROM": source, "TOP_K": 1 if alone and not by_token else sizes["top_k"], "WIDTH": width, "T": by_columns,
          "EVEN": k % c.block_k == 0, "ACC": accumulator(a), "BM": tile_rows, "BT": 32 if c.tma else 8,
-         **_moe.options(c), **chained(target)},
+         **_moe.options(c)},
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["TOKENS"])
 def _combine_kernel(y, inverse, weights, residual, out_bias, out, TOKENS, H, TOP_K: tl.constexpr, BT: tl.constexpr,
-                    BH: tl.constexpr, ACC: tl.constexpr, CHAINED: tl.constexpr):  # fmt: skip
-    after_earlier(CHAINED)
+                    BH: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     cols = tl.program_id(1) * BH + tl.arange(0, BH)
     acc = gather_sum(y, inverse, weights, token, cols, token < TOKENS, H, TOP_K, ACC)
@@ -317,6 +314,5 @@ def combine_launch(y: Tensor, inverse: Tensor, weights: Tensor | None, residual:
     block = min(2048, next_power_of_2(hidden))
     _launch(
         _combine_kernel, (tokens, cdiv(hidden, block)), (y, inverse, weights, residual, out_bias, out, tokens, hidden),
-        {"TOP_K": top_k, "BT": 1, "BH": block, "ACC": accumulator(out), **chained(target_of(out.device)),
-         "num_warps": 8 if block >= 2048 else 4},
+        {"TOP_K": top_k, "BT": 1, "BH": block, "ACC": accumulator(out), "num_warps": 8 if block >= 2048 else 4},
     )  # fmt: skip

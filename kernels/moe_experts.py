@@ -46,7 +46,7 @@ from .moe_experts_backward import OP as BACKWARD
 
 
 def _form(sizes: Sizes, args: Args) -> str:
-    how = _moe.form(sizes["tokens"], sizes["tile_rows"], target_of(args["x"].device))
+    how = _moe.form(sizes["tokens"], sizes["tile_rows"], args["transposed"], target_of(args["x"].device))
     # Where nothing is launched for gate and up, nothing sets the counters of "few" to 0.
     return "grouped" if how == "few" and not (sizes["ffn"] and sizes["hidden"]) else how
 

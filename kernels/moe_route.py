@@ -32,9 +32,9 @@ from torch import Tensor
 from . import moe_route_backward
 from ._gemm import accumulator, load_tile
 from ._lang import cdiv, tl, triton
-from ._launch import chained, contiguous_last, on_device
+from ._launch import contiguous_last, on_device
 from ._launch import launch as _launch
-from ._math import after_earlier, last_of
+from ._math import last_of
 from ._moe_choice import choose
 from ._moe_index import (
     INDEX_WARPS,
@@ -229,10 +229,9 @@ def _product(x, weight, row, col, start, end, T, E, stride_x, stride_w, BT: tl.c
 @triton.jit(do_not_specialize=["T"])
 def _logits_kernel(
     x, weight, partial, arrived, T, E, H, SPAN, stride_x, stride_w,
-    BT: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr, CHAINED: tl.constexpr,
+    BT: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Grid (token tiles, expert tiles, parts of SPAN columns of hidden). arrived: for those who count themselves there next."""
-    after_earlier(CHAINED)
     if arrived is not None and (tl.program_id(0) == 0) & (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
         tl.store(arrived, 0)
     row = tl.program_id(0) * BT
@@ -261,11 +260,10 @@ def _choice_kernel(
     partial, bias, correction, weights, indices, logits, counts, arrived, order, inverse, offsets, tiles, T, E, K, MAX_TILES,
     groups, topk_groups, eps, scale, SPLITS: tl.constexpr, SCORING: tl.constexpr, GROUPED: tl.constexpr, SIZE: tl.constexpr,
     TOP2: tl.constexpr, RENORMALISE: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr, ACC: tl.constexpr, TILE: tl.constexpr,
-    BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (token tiles). Either leaves the counts for the launch that makes the index, or counts itself in `arrived`, and the
     last one makes it; BLOCK, TILE: see index_all."""
-    after_earlier(CHAINED)
     numbers = (groups, topk_groups, eps, scale)
     program = tl.program_id(0)
     token = program * BT + tl.arange(0, BT)
@@ -287,10 +285,9 @@ def _choice_kernel(
 def _route_kernel(
     x, weight, bias, correction, weights, indices, logits, counts, T, E, K, H, stride_x, stride_w, groups, topk_groups, eps,
     scale, BK: tl.constexpr, STAGES: tl.constexpr, SCORING: tl.constexpr, GROUPED: tl.constexpr, SIZE: tl.constexpr,
-    TOP2: tl.constexpr, RENORMALISE: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr, ACC: tl.constexpr, CHAINED: tl.constexpr,
+    TOP2: tl.constexpr, RENORMALISE: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Grid (token tiles): the whole logits of a tile, and the choice."""
-    after_earlier(CHAINED)
     numbers = (groups, topk_groups, eps, scale)
     program = tl.program_id(0)
     token = program * BT + tl.arange(0, BT)
@@ -320,7 +317,7 @@ def launch(
     bias, correction_bias = (None if t is None else t.contiguous() for t in (bias, correction_bias))
     target = target_of(x.device)
     c = configure(tokens, experts, x.element_size(), target)
-    ring, chain = {"BK": c.block_k, "STAGES": c.num_stages}, chained(target)
+    ring = {"BK": c.block_k, "STAGES": c.num_stages}
     how = {
         "SCORING": scoring, "GROUPED": groups > 1, "SIZE": experts // groups, "TOP2": group_score == "top2",
         "RENORMALISE": renormalise, "BT": c.block_tokens, "EP": index_block(experts), "ACC": accumulator(x),
@@ -333,14 +330,14 @@ def launch(
             _launch(
                 _route_kernel, (token_tiles,),
                 (x, weight, *given, counts, tokens, experts, top_k, hidden, x.stride(0), weight.stride(0), *rule),
-                {**ring, **how, **chain, "num_warps": max(4, warps // 2), "num_stages": c.num_stages},
+                {**ring, **how, "num_warps": max(4, warps // 2), "num_stages": c.num_stages},
             )  # fmt: skip
         else:
             span = cdiv(cdiv(hidden, c.splits), c.block_k) * c.block_k
             _launch(
                 _logits_kernel, (cdiv(tokens, c.gemm_tokens), cdiv(experts, c.gemm_experts), c.splits),
                 (x, weight, partial, arrived if c.last else None, tokens, experts, hidden, span, x.stride(0), weight.stride(0)),
-                {"BT": c.gemm_tokens, "BE": c.gemm_experts, **ring, **chain, "ACC": accumulator(x),
+                {"BT": c.gemm_tokens, "BE": c.gemm_experts, **ring, "ACC": accumulator(x),
                  "num_warps": 8 if c.gemm_tokens * c.gemm_experts > 8192 else 4, "num_stages": c.num_stages},
             )  # fmt: skip
             own = (None, arrived, *index) if c.last else (counts, *[None] * 5)
@@ -348,7 +345,7 @@ def launch(
             whole = {"TILE": height(tokens, top_k, experts, tile_rows), "BLOCK": index_slots(most, top_k)}
             _launch(
                 _choice_kernel, (token_tiles,), (partial, *given, *own, tokens, experts, top_k, tiles.shape[0], *rule),
-                {"SPLITS": c.splits, **how, **chain, **(whole if c.last else dict.fromkeys(whole, 0)),
+                {"SPLITS": c.splits, **how, **(whole if c.last else dict.fromkeys(whole, 0)),
                  "num_warps": c.block_tokens if c.last else warps},
             )  # fmt: skip
         if not c.last:

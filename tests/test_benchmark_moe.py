@@ -224,7 +224,7 @@ def test_whole_dry_run(words: tuple[str, ...], tmp_path: Path) -> None:
 def test_choices_in_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert moe.main(arguments("--choices", "--dry", "--only", "(gpt-oss|router: Mixtral.*T1$)", "--seconds", "0.02")) == 0
     printed = capsys.readouterr().out
-    assert "vector_columns 32x32" in printed and "router few" in printed and "at most" not in printed
+    assert "vector_down 2x2048" in printed and "router few" in printed and "at most" not in printed
     assert "failed" not in printed and "wrong" not in printed
 
 
@@ -247,8 +247,8 @@ def test_choices_differ_in_what_they_set() -> None:
         assert {place: getattr(*place) for place in before} == before
     target = TARGETS["sm_90"]
     for name in FORM_WAYS:
-        assert within(name, lambda: _moe.form(7, 16, target))() == name
-    kinds = ("gate_up", "down", "vector", "vector_columns", "grad_rows", "grad_hidden", "grad_weight")
+        assert within(name, lambda: _moe.form(7, 16, False, target))() == name
+    kinds = ("gate_up", "down", "vector", "vector_down", "grad_rows", "grad_hidden", "grad_weight")
     configs = {name: within(name, lambda: [_moe.configure(k, 64, 2, target) for k in kinds])() for name in CONFIG_WAYS}
     chosen = [_moe.configure(k, 64, 2, target) for k in kinds]
     for name, those in configs.items():

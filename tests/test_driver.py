@@ -77,17 +77,6 @@ def test_parameters_are_in_place(launched: list[Any]) -> None:
     assert values == [0x10000, 0x20080, 4096, 2**40, pytest.approx(1e-5), 1, 0, 0]
 
 
-def test_a_chained_launch_may_begin_before_the_last_has_ended(launched: list[Any]) -> None:
-    """As cuda.h has it: CUlaunchAttribute is an id of four bytes, four of padding and a union of 64 bytes; id 6 is programmatic
-    stream serialization, whose value is an int."""
-    assert _made(_step(ARGS, SIGNATURE), _step(ARGS, SIGNATURE, launch_pdl=True)).run([0x10000, 0x20000], stream=7) == 2
-    (first, *_), (second, *_) = launched
-    assert first == (3, 2, 1, 128, 1, 1, 1024, 7, 0, 0)
-    assert second[:8] == first[:8] and second[9] == 1
-    assert ctypes.sizeof(_driver._Attribute) == 72
-    assert struct.unpack("iii", ctypes.string_at(second[8], 12)) == (6, 0, 1)
-
-
 def test_addresses_and_stream_are_those_of_each_run(launched: list[Any]) -> None:
     block = _made(_step(ARGS, SIGNATURE), _step((W, X, *ARGS[2:]), SIGNATURE, grid=(5,), function=0x6000))
     for base, stream in (([0x10000, 0x20000], 7), ([0x30000, 0x40000], 7), ([0x10000, 0x50000], 9)):
@@ -165,8 +154,9 @@ def test_a_block_in_use_is_left_alone(launched: list[Any]) -> None:
 
 @pytest.mark.parametrize(
     "more",
-    [{"num_ctas": 2}, {"launch_cooperative_grid": True}, {"global_scratch_size": 8}, {"profile_scratch_size": 8}],
-)
+    [{"num_ctas": 2}, {"launch_cooperative_grid": True}, {"launch_pdl": True}, {"global_scratch_size": 8},
+     {"profile_scratch_size": 8}],
+)  # fmt: skip
 def test_what_only_tritons_launcher_does(more: dict[str, Any]) -> None:
     assert _driver.prepare([_step(ARGS, SIGNATURE)]) is not None
     assert _driver.prepare([_step(ARGS, SIGNATURE), _step(ARGS, SIGNATURE, **more)]) is None

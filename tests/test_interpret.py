@@ -218,16 +218,18 @@ def functions_kernel(x, out, scale, N: tl.constexpr):
     tl.store(out + 5 * N + i, tl.rsqrt(tl.abs(v)))
     tl.store(out + 6 * N + i, tl.sigmoid(v))
     tl.store(out + 7 * N + i, libdevice.erf(v))
+    tl.store(out + 8 * N + i, libdevice.fast_dividef(1.0, v))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
 def test_functions_in_full_precision(dtype, tolerance):
     torch.manual_seed(0)
-    x, out, scale = torch.randn(64, dtype=dtype), torch.empty(8, 64, dtype=dtype), 0.1
+    x, out, scale = torch.randn(64, dtype=dtype), torch.empty(9, 64, dtype=dtype), 0.1
     with interpret():
         functions_kernel[(1,)](x, out, scale, N=64)
     d = x.double()
-    expected = [d.exp2(), d.exp() * scale, d.abs().log2() + 1 / 3, d.erf(), d.tanh(), d.abs().rsqrt(), d.sigmoid(), d.erf()]
+    expected = [d.exp2(), d.exp() * scale, d.abs().log2() + 1 / 3, d.erf(), d.tanh(), d.abs().rsqrt(), d.sigmoid(), d.erf(),
+                d.reciprocal()]  # fmt: skip
     torch.testing.assert_close(out.double(), torch.stack(expected), rtol=tolerance, atol=tolerance)
 
 

@@ -96,16 +96,16 @@ def test_clamps_in_half_precision() -> None:
 # ---- forms and launches --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 64, 65, 300])
-def test_launches_of_a_forward(tokens: int) -> None:
-    """Two up to 64 tokens, then three: with a router of two or three, four and six."""
-    experts = Experts(tokens=tokens, hidden=16, ffn=16, experts=9, top_k=3)
+@pytest.mark.parametrize(("tokens", "laid"), [(1, ""), (1, "transposed"), (2, ""), (64, ""), (65, ""), (300, "transposed")])
+def test_launches_of_a_forward(tokens: int, laid: str) -> None:
+    """Two up to 64 tokens, then three: with a router of two or three, four and six. One token's sums over rows want them dense."""
+    experts = Experts(tokens=tokens, hidden=16, ffn=16, experts=9, top_k=3, laid=laid)
     rows = choose_tile_rows(tokens, 3, 9, 2, TARGETS["sm_90"])
     args = case_of(replace(experts, tile_rows=rows)).arguments(BF16)
     with recording("sm_90") as launches:
         call(OP, args)
     names = {1: ["_gate_up_vector_kernel", "_down_vector_kernel"], 64: ["_gate_up_kernel", "_rows_kernel"]}
-    expected = names[1 if tokens == 1 else 64] if tokens <= 64 else ["_gate_up_kernel", "_rows_kernel", "_combine_kernel"]
+    expected = names[1 if tokens == 1 and not laid else 64] if tokens <= 64 else ["_gate_up_kernel", "_rows_kernel", "_combine_kernel"]
     assert kernels(launches) == expected
 
 
@@ -124,7 +124,7 @@ def test_a_token_has_the_same_bits_alone_and_in_a_batch() -> None:
     experts = Experts(tokens=90, hidden=72, ffn=40, tile_rows=64, bias=True, save=False)
     args = case_of(experts).arguments(BF16)
     with fusedblock.options(batch_invariant=True), recording("sm_90"):
-        assert form(1, 64, replace(TARGETS["sm_90"], batch_invariant=True)) == "grouped"
+        assert form(1, 64, False, replace(TARGETS["sm_90"], batch_invariant=True)) == "grouped"
         whole = call(OP, args)["out"]
         for first, count in ((0, 1), (41, 1), (3, 30), (20, 70)):
             piece = {n: args[n][first : first + count] for n in ("x", "weights", "indices")}

@@ -43,7 +43,8 @@ class BlockSpec:
     rope: "", "half" or "interleaved". tables: how cos and sin repeat columns: "halves", "repeat" (each twice), "short" (no).
     mlp: "gated", "gated_stacked" (one weight, rows of gate, then of up), "plain" (two layers) or "mixture" (of `experts`, of
     which every token has `top_k`; shared: "", "plain" or "gated", the expert that all have; wide_router: the router is in fp32,
-    whatever the rest): the layer is then sequential, its numbers beside these are a MoeSpec's, and ffn is 0.
+    whatever the rest; experts_transposed: their weights are): the layer is then sequential, its numbers beside these are a
+    MoeSpec's, and ffn is 0.
     norms: those of attn_norm, attn_out_norm, mlp_norm and mlp_out_norm that the layer has, in this order.
     softcap: the logits are softcap * tanh(logits / softcap); 0: as they are.
     window_left, window_right: how many keys before and after its own a query sees; -1: all. A causal call has none after.
@@ -76,6 +77,7 @@ class BlockSpec:
     top_k: int = 0
     shared: str = ""
     wide_router: bool = False
+    experts_transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -159,17 +161,19 @@ _FORMS = {
 
 
 def plan_mixture(
-    experts: int, top_k: int, shared: str, wide_router: bool, *, tokens: int, dtype: torch.dtype, target: Target
+    experts: int, top_k: int, shared: str, wide_router: bool, transposed: bool, *, tokens: int, dtype: torch.dtype,
+    target: Target,
 ) -> Plan:
     """What a mixture launches that is a module of its own: see `BlockSpec` for the numbers."""
-    return Plan(tuple(_mixture(experts, top_k, shared, wide_router, tokens, dtype, target, "")), False, False)
+    return Plan(tuple(_mixture(experts, top_k, shared, wide_router, transposed, tokens, dtype, target, "")), False, False)
 
 
-def _mixture(experts: int, top_k: int, shared: str, wide_router: bool, tokens: int, dtype: torch.dtype, target: Target,
-             adds: str) -> list[Launch]:  # fmt: skip
+def _mixture(experts: int, top_k: int, shared: str, wide_router: bool, transposed: bool, tokens: int, dtype: torch.dtype,
+             target: Target, adds: str) -> list[Launch]:  # fmt: skip
     """Router, experts and shared expert. adds: what the experts' sum is added to besides."""
     tile_rows = choose_tile_rows(tokens, top_k, experts, dtype.itemsize, target)
-    how, router = form(tokens, tile_rows, target), route_launches(tokens, experts, 4 if wide_router else dtype.itemsize, target)
+    how = form(tokens, tile_rows, transposed, target)
+    router = route_launches(tokens, experts, 4 if wide_router else dtype.itemsize, target)
     steps = [Launch("module", "router's rows", "torch", "to fp32, in which the router is")] if wide_router else []
     steps += [
         Launch("moe_route", "router", "triton", f"{top_k} of {experts} experts, and the index of their tokens", router),
@@ -260,8 +264,8 @@ def plan(
         steps.append(norm("MLP norm", f"{rows} (not in an epilogue: {alone})", rides))
     if spec.mlp == "mixture":
         tokens = 1024 if symbolic else batch * seq  # a trace for any length has the launches of many
-        steps += _mixture(spec.experts, spec.top_k, spec.shared, spec.wide_router and not autocast, tokens, dtype, target,
-                          "" if autocast else ", and the residual")  # fmt: skip
+        steps += _mixture(spec.experts, spec.top_k, spec.shared, spec.wide_router and not autocast, spec.experts_transposed,
+                          tokens, dtype, target, "" if autocast else ", and the residual")  # fmt: skip
         steps += [Launch("module", "residual", "torch", "autocast: it has another dtype")] if autocast else []
         return Plan(tuple(steps), statistics, choice.splits)
     if "gate" in own or "up" in own:

@@ -48,13 +48,13 @@ def _builtin_or_tl(name: str) -> Callable[..., Any]:
 
 
 def _elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A libdevice function out of a numpy one: the result has the first argument's type."""
+    """A libdevice function out of a numpy one: the result has the type of its largest argument, beside which a number is one."""
 
     def apply(*args: Any, **_: Any) -> Any:
         tensors = [semantic.to_tensor(a) for a in args]
         result = np.asarray(function(*(t.handle.data for t in tensors)))
-        first = tensors[0]
-        return tl.tensor(TensorHandle(result.astype(first.handle.data.dtype), first.dtype), first.type)
+        largest = max(tensors, key=lambda t: t.handle.data.size)  # the first of equals
+        return tl.tensor(TensorHandle(result.astype(largest.handle.data.dtype), largest.dtype), largest.type)
 
     return apply
 
@@ -79,12 +79,6 @@ class _Recorder:
 
     def set_attr(self, owner: Any, name: str, value: Any) -> None:
         self.changes.append((owner, name, value))
-
-
-def _assembly(asm: str, *args: Any, **kwargs: Any) -> None:
-    """Instructions that compute nothing."""
-    if "prefetch." not in asm:
-        raise NotImplementedError(f"no interpreter for: {asm}")
 
 
 @functools.cache
@@ -133,8 +127,6 @@ def language() -> list[tuple[Any, str, Any]]:
     for name in ("gdc_wait", "gdc_launch_dependents"):  # programs run one after the other: nothing to wait for
         if hasattr(cuda, name):
             recorder.set_attr(cuda, name, lambda *args, **kwargs: None)
-    for owner in (tl, tl.core):
-        recorder.set_attr(owner, "inline_asm_elementwise", _assembly)
     return [*recorder.changes, *quick.changes()]
 
 

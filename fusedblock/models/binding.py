@@ -305,7 +305,7 @@ def _bind(layer: nn.Module, spec: LayerSpec) -> Binding:
         mixture, places_of = bind_sparse(layer, spec, sparse, numbers["hidden"], fact, children)
         shared = "" if not sparse.shared else "gated" if sparse.shared_gate else "plain"
         numbers |= {"experts": mixture.weights.router.shape[0], "top_k": mixture.spec.router.top_k, "shared": shared,
-                    "wide_router": wide_router(mixture.weights)}  # fmt: skip
+                    "wide_router": wide_router(mixture.weights), "experts_transposed": mixture.spec.transposed}  # fmt: skip
     block = BlockSpec(
         **numbers, **options, scale=float(scale), eps=float(eps),
         activation=activation, branch_scale=float(fact(spec.branch_scale)) if spec.branch_scale else 1.0,

@@ -169,5 +169,5 @@ def _block_plans(bound: BlockBinding, asked: list[Workload], target: Any) -> Ite
     dtype, shared = weights.gate_up.dtype, "plain" if weights.shared_gate is not None else ""
     for w in asked:
         yield f"{w}, {str(dtype).removeprefix('torch.')}", blocks.plan_mixture(
-            weights.router.shape[0], spec.router.top_k, shared, blocks.wide_router(weights), tokens=w.batch * w.seq,
-            dtype=dtype, target=target)  # fmt: skip
+            weights.router.shape[0], spec.router.top_k, shared, blocks.wide_router(weights), spec.transposed,
+            tokens=w.batch * w.seq, dtype=dtype, target=target)  # fmt: skip
