@@ -22,6 +22,7 @@ from torch import Tensor
 from . import _moe
 from ._attention_hopper_parts import next_stage
 from ._gluon import (
+    AVAILABLE,
     allocate_barriers,
     bar_arrive,
     bar_sync,
@@ -36,7 +37,7 @@ from ._gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ._lang import cdiv
+from ._lang import cdiv, tl, triton
 from ._launch import launch as _launch
 from ._launch import tma_ready
 from ._moe import gated, tile_at
@@ -305,8 +306,22 @@ def _grouped_kernel(
 
 def fits(c: _moe.Config, target: Target, k: int, n: int, *operands: Tensor) -> bool:
     """Whether these kernels take products of these operands with k columns and n results a row."""
-    return (c.hopper and target.capability == 90 and operands[0].element_size() == 2 and k % 8 == 0 and n % 8 == 0 and k > 0
-            and tma_ready(*operands))  # fmt: skip
+    return can(c, target, operands[0].element_size()) and k > 0 and k % 8 == 0 and n % 8 == 0 and tma_ready(*operands)
+
+
+def can(c: _moe.Config, target: Target, itemsize: int) -> bool:
+    """Likewise of operands that lie as they must."""
+    return c.hopper and c.tma and target.capability == 90 and not target.broken and itemsize == 2 and AVAILABLE
+
+
+@triton.jit
+def _clear_kernel(claims):
+    tl.store(claims + tl.arange(0, 2), tl.zeros([2], tl.int32))
+
+
+def clear_claims(claims: Tensor) -> None:
+    """[2]: 0, for two launches."""
+    _launch(_clear_kernel, (1,), (claims,), {"num_warps": 1})
 
 
 def _launch_grouped(a: Any, w: Any, bias: Tensor | None, order: Tensor | None, args: Args, sizes: Sizes, claims: Tensor | None,
