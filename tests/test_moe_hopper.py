@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import aot
+import mutants
 import pytest
 import torch
 from moe_cases import make_index
 from torch import Tensor
 
-from fusedblock.interpret import interpret
+from fusedblock.interpret import count_traffic, interpret
 from fusedblock.kernels import _moe, _moe_hopper
 from fusedblock.kernels._target import TARGETS
 
@@ -132,3 +136,125 @@ def test_gate_up(case: Case) -> None:
 def test_rows(case: Case, by_columns: bool) -> None:
     for seed in range(2):
         check_rows(case, seed, by_columns)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 10))
+def test_more_orders(seed: int) -> None:
+    for case in QUICK[:2]:
+        check_gate_up(case, seed)
+        check_rows(case, seed)
+
+
+# It leaves no barrier half full at the end: no result depends on it.
+FREE = {"_producer: bar_sync(8 + c, THREADS)"}
+
+
+@pytest.mark.parametrize("name, line", mutants.statements(_moe_hopper))
+def test_a_kernel_without_one_of_its_synchronisations_fails(name: str, line: int, tmp_path: Path) -> None:
+    # Of more steps than stages, and of one step: then the numbers of tiles are posted as fast as they are taken.
+    cases = [Case((192, 60, 130), hidden=328, ffn=328, save=False), Case((64, 130, 1, 1), hidden=64, ffn=64, save=False)]
+    one = replace(HOPPER, sms=1)
+    with mutants.without(_moe_hopper, line, tmp_path) as mutant, mutants.fails(name not in FREE):
+        for seed in range(2 if name in FREE else 6):
+            for case in cases:
+                check_gate_up(case, seed, mutant.gate_up_hopper_launch, one)
+                check_rows(case, seed, launch=mutant.rows_hopper_launch, target=one)
+
+
+def test_a_tail_reads_half() -> None:
+    """Rows past the first 64 of a tile are read where it has more, weights once for every tile."""
+    case = Case((64, 65, 127), hidden=64, ffn=128)
+    args = case.make()
+    a, y = torch.zeros(256, 128, dtype=BF16), torch.empty(256, 64, dtype=BF16)
+    w = torch.zeros(3, 64, 128, dtype=BF16)
+    with count_traffic(FEW) as traffic:
+        _moe_hopper.rows_hopper_launch(a, w, None, y, args, case.sizes(args), False, 8, case.counter())
+    (launch,) = traffic.launches
+    assert launch.argument("a").issued_read_bytes == (64 + 128 + 127) * 256
+    assert launch.argument("w").issued_read_bytes == w.nbytes
+    assert launch.argument("out").issued_written_bytes == y.nbytes
+
+
+def test_nothing_to_do() -> None:
+    """Without a tile, and with an expert that the last tile does not need."""
+    case = Case((0, 0, 2))
+    args = case.make()
+    args["tiles"] = torch.zeros_like(args["tiles"])
+    h = torch.full((2, case.ffn), float("nan"), dtype=BF16)
+    with interpret(FEW):
+        _moe_hopper.gate_up_hopper_launch(args["x"], args["gate_up_weight"], h, None, args, case.sizes(args), 8, case.counter())
+    assert h.isnan().all()
+
+
+@pytest.mark.parametrize("change, expected", [
+    ({}, True), ({"config": replace(CONFIG, hopper=False)}, False), ({"config": replace(CONFIG, tma=False)}, False),
+    ({"target": TARGETS["sm_100"]}, False), ({"target": replace(HOPPER, broken="a test")}, False), ({"k": 60}, False),
+    ({"n": 60}, False), ({"dtype": torch.float32}, False), ({"wide": 68}, False),
+])  # fmt: skip
+def test_what_fits(change: dict[str, Any], expected: bool) -> None:
+    known = {"config": CONFIG, "target": HOPPER, "k": 64, "n": 64, "dtype": BF16, "wide": 64, **change}
+    a = torch.empty(4, known["wide"], dtype=known["dtype"])[:, :64]
+    assert _moe_hopper.fits(known["config"], known["target"], known["k"], known["n"], a) is expected
+
+
+# ---- what the compiler makes of it -------------------------------------------------------------------------------------------
+
+
+def compiled(kind: str, bias: bool = False, save: bool = False, dtype: torch.dtype = BF16) -> Any:
+    """Of sizes like Qwen3-30B-A3B's, but for K and N that are multiples of 8 alone."""
+    case = Case((0,) * 128, 2040, 760, dtype, top_k=8, bias=bias)
+
+    def meta(*shape: int, of: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, dtype=of, device="meta")
+
+    rows, experts = 4096 * 8, 128
+    args = {"order": meta(rows, of=torch.int32), "tiles": meta(384, 4, of=torch.int32), "activation": "silu"}
+    args["gate_up_bias"] = meta(experts, 2 * case.ffn) if bias else None
+    claims = meta(1, of=torch.int32)
+    with aot.compile_only(HOPPER) as kernels:
+        if kind == "gate_up":
+            h, saved = meta(rows, case.ffn), meta(rows, 2 * case.ffn)
+            w = meta(experts, 2 * case.ffn, case.hidden)
+            _moe_hopper.gate_up_hopper_launch(
+                meta(4096, case.hidden), w, h, saved if save else None, args, case.sizes(args), 8, claims
+            )  # fmt: skip
+        else:
+            w = meta(experts, *((case.ffn, case.hidden) if kind == "by_columns" else (case.hidden, case.ffn)))
+            b, y = meta(experts, case.hidden) if bias else None, meta(rows, case.hidden)
+            _moe_hopper.rows_hopper_launch(
+                meta(rows, case.ffn), w, b, y, args, case.sizes(args), kind == "by_columns", 8, claims
+            )  # fmt: skip
+    (kernel,) = kernels
+    return kernel
+
+
+later = lambda *values: pytest.param(*values, marks=pytest.mark.slow)  # noqa: E731
+
+
+@pytest.mark.parametrize("kind, bias, save, dtype", [
+    ("gate_up", False, True, BF16), ("rows", False, False, BF16), later("gate_up", False, False, BF16),
+    later("gate_up", True, True, FP16), later("rows", True, False, FP16), later("by_columns", False, False, BF16),
+])  # fmt: skip
+def test_machine_code(kind: str, bias: bool, save: bool, dtype: torch.dtype) -> None:
+    kernel = compiled(kind, bias, save, dtype)
+    assert aot.problems([kernel], HOPPER, wgmma=True, max_spill_bytes=aot.spills(0)) == []
+    used = aot.resources(kernel)
+    assert (used.registers, used.num_warps) == (168, 12)
+    ptx, gathered = kernel.asm["ptx"], kind == "gate_up"
+    # A stage is full after TMA's arrival and those of the 128 threads that copy rows; a number is taken by two consumers.
+    counts = [int(n) for n in re.findall(r"mbarrier\.init\.shared::cta\.b64 \[%r\d+\], (\d+);", ptx)]
+    assert counts == [129 if gathered else 1] * 4 + [1, 1, 2, 2]
+    assert len(re.findall(r"cp\.async\.mbarrier\.arrive\.noinc", ptx)) == gathered
+    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global [^;]*?, 0x(\d+),", ptx)
+    assert copies == ["10"] * (8 * gathered)
+    assert set(re.findall(r"st\.global(\S*)", ptx)) == {".v4.b32"}
+    code = aot.sass(kernel)
+    if code is None:
+        pytest.skip("triton brings no disassembler here")
+    assert "USETMAXREG" in code and not re.search(r"\b(HMMA|LDL|STL)\b", code)
+    # The loop of each consumer: its four products are issued before those of the step before are waited for.
+    loops = [block for block in re.split(r"^\.L_x_\d+:", code, flags=re.MULTILINE) if "BAR.ARV" in block and "HGMMA" in block]
+    assert len(loops) == 2
+    for loop in loops:
+        assert re.findall(r"HGMMA|gsb0, 0x\d|BAR\.ARV", loop) == ["HGMMA"] * 4 + ["gsb0, 0x1", "BAR.ARV"]
