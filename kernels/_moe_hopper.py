@@ -62,8 +62,17 @@ def _post(mail, posted, taken, slot, phase, t, WARPS: gl.constexpr):
 
 
 @gluon.jit
+def _next_tile(t, claims):
+    if claims is None:
+        t += gl.num_programs(0)
+    else:
+        t = gl.num_programs(0) + gl.atomic_add(claims, 1, sem="relaxed")
+    return t
+
+
+@gluon.jit
 def _token_rows(x, order, first, end, stride, TOP_K: gl.constexpr, layout: gl.constexpr):
-    """To the first columns of the tokens of 64 rows. Rows past the end repeat the last one: always of this expert, never stored."""
+    """To the first columns of the tokens of 64 rows. Those past the end repeat the last: always of this expert, never stored."""
     rows = gl.minimum(first + gl.arange(0, 64, gl.SliceLayout(1, layout)), end - 1)
     token = gl.load(order + rows) // TOP_K
     return x + (token.to(gl.int64)[:, None] * stride + gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :])
@@ -108,7 +117,11 @@ def _producer(
         if order is not None:
             lower = _token_rows(a, order, first, end, stride, TOP_K, layout)
             upper = _token_rows(a, order, first + 64, end, stride, TOP_K, layout)
+        following = t
+        early = (gl.cdiv(K, 64) - STAGES) * 64
         for k in range(0, K, 64):
+            if k == gl.maximum(early, 0):  # an answer takes as long as a stage or two
+                following = _next_tile(t, claims)
             if loaded >= STAGES:
                 bar_sync(8 + stage, THREADS)
             at = full.index(stage)
@@ -129,10 +142,7 @@ def _producer(
                 tma_load(w, _weights(w, e, n, k, HALVES, T), at, b_s.index(stage))
             loaded += 1
             stage = gl.where(stage == STAGES - 1, 0, stage + 1)
-        if claims is None:
-            t += gl.num_programs(0)
-        else:
-            t = gl.num_programs(0) + gl.atomic_add(claims, 1, sem="relaxed")
+        t = following
     _post(mail, posted, taken, slot, phase, -1, WARPS)
     # Take the last arrivals, so that no named barrier is left half full.
     for c in gl.static_range(STAGES):
@@ -166,7 +176,9 @@ def _multiply(CID: gl.constexpr, a_s, b_s, full, stage, phase, acc, begun, GATHE
 
 
 @gluon.jit
-def _product(CID: gl.constexpr, a_s, b_s, full, stage, phase, steps, GATHERED: gl.constexpr, T: gl.constexpr, THREADS: gl.constexpr):
+def _product(
+    CID: gl.constexpr, a_s, b_s, full, stage, phase, steps, GATHERED: gl.constexpr, T: gl.constexpr, THREADS: gl.constexpr
+):  # fmt: skip
     """[64, 256] of a tile, and the stage and phase after it. One product is under way while the next one is waited for."""
     STAGES: gl.constexpr = b_s.type.shape[0]
     acc = gl.zeros([64, 256], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))

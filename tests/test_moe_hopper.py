@@ -252,7 +252,8 @@ def test_machine_code(kind: str, bias: bool, save: bool, dtype: torch.dtype) -> 
     code = aot.sass(kernel)
     if code is None:
         pytest.skip("triton brings no disassembler here")
-    assert "USETMAXREG" in code and not re.search(r"\b(HMMA|LDL|STL)\b", code)
+    assert "USETMAXREG" in code and not re.search(r"\bHMMA\b", code)
+    assert aot.spills(0) or not re.search(r"\b(LDL|STL)\b", code)
     # The loop of each consumer: its four products are issued before those of the step before are waited for.
     loops = [block for block in re.split(r"^\.L_x_\d+:", code, flags=re.MULTILINE) if "BAR.ARV" in block and "HGMMA" in block]
     assert len(loops) == 2
