@@ -15,6 +15,7 @@ the counter `claims`; without it every so many-th. Who computes a tile does not 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -285,7 +286,7 @@ def _consumer(
 
 
 @gluon.jit
-def _grouped_kernel(
+def _run(
     a, w, bias, order, tiles, claims, out, saved, N, K, stride, alpha, limit, TOP_K: gl.constexpr, ACT: gl.constexpr,
     T: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -313,6 +314,19 @@ def _grouped_kernel(
     )  # fmt: skip
 
 
+@gluon.jit
+def _gate_up_hopper_kernel(
+    x, w, bias, order, tiles, claims, h, saved, N, K, stride, alpha, limit, TOP_K: gl.constexpr, ACT: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    _run(x, w, bias, order, tiles, claims, h, saved, N, K, stride, alpha, limit, TOP_K, ACT, False, GROUP, STAGES, 4)
+
+
+@gluon.jit
+def _rows_hopper_kernel(a, w, bias, tiles, claims, y, N, K, T: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr):
+    _run(a, w, bias, None, tiles, claims, y, None, N, K, None, None, None, 1, "", T, GROUP, STAGES, 1)
+
+
 # ---- the host ----------------------------------------------------------------------------------------------------------------
 
 
@@ -336,26 +350,24 @@ def clear_claims(claims: Tensor) -> None:
     _launch(_clear_kernel, (1,), (claims,), {"num_warps": 1})
 
 
-def _launch_grouped(a: Any, w: Any, bias: Tensor | None, order: Tensor | None, args: Args, sizes: Sizes, claims: Tensor | None,
-                    out: Tensor | None, saved: Tensor | None, n: int, k: int, numbers: tuple[Any, Any, Any], act: str,
-                    top_k: int, by_columns: bool, group: int, target: Target) -> None:  # fmt: skip
-    columns = COLUMNS if len(w.block_shape) == 3 else COLUMNS // 2
-    _launch(
-        _grouped_kernel, (min(sizes["max_tiles"] * cdiv(n, columns), target.sms),),
-        (a, w, None if bias is None else bias.contiguous(), order, args["tiles"], claims, out, saved, n, k, *numbers),
-        {"TOP_K": top_k, "ACT": act, "T": by_columns, "GROUP": group, "STAGES": STAGES, "WARPS": 1 if order is None else 4,
-         "num_warps": 4, "maxnreg": 168},
-    )  # fmt: skip
+def _start(kernel: Any, sizes: Sizes, columns: int, target: Target, operands: Sequence[Any], group: int,
+           **constexprs: Any) -> None:  # fmt: skip
+    """columns: tiles of them."""
+    options = {**constexprs, "GROUP": group, "STAGES": STAGES, "num_warps": 4, "maxnreg": 168}
+    _launch(kernel, (min(sizes["max_tiles"] * columns, target.sms),), operands, options)
 
 
 def gate_up_hopper_launch(x: Tensor, w: Tensor, h: Tensor | None, saved: Tensor | None, args: Args, sizes: Sizes, group: int,
                           claims: Tensor | None = None) -> None:  # fmt: skip
     """gate_up_launch of what fits(). claims: [1], 0, for this launch alone; None: every program has a fixed share."""
-    n, k = sizes["ffn"], sizes["hidden"]
+    n, k, bias = sizes["ffn"], sizes["hidden"], args["gate_up_bias"]
     blocks = descriptor(w.unflatten(1, (2, n)), [1, 2, COLUMNS // 2, STEP])
-    _launch_grouped(x, blocks, args["gate_up_bias"], args["order"], args, sizes, claims, h, saved, n, k,
-                    (x.stride(0), *_moe.clamp_numbers(args)), args["activation"], sizes["top_k"], False, group,
-                    target_of(x.device))  # fmt: skip
+    _start(
+        _gate_up_hopper_kernel, sizes, cdiv(n, COLUMNS // 2), target_of(x.device),
+        (x, blocks, None if bias is None else bias.contiguous(), args["order"], args["tiles"], claims, h, saved, n, k,
+         x.stride(0), *_moe.clamp_numbers(args)),
+        group, TOP_K=sizes["top_k"], ACT=args["activation"],
+    )  # fmt: skip
 
 
 def rows_hopper_launch(a: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, args: Args, sizes: Sizes, by_columns: bool,
@@ -363,5 +375,8 @@ def rows_hopper_launch(a: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, arg
     """rows_launch, likewise."""
     n, k = (w.shape[2], w.shape[1]) if by_columns else w.shape[1:]
     blocks = descriptor(w, [1, STEP, COLUMNS] if by_columns else [1, COLUMNS, STEP])
-    _launch_grouped(descriptor(a, [ROWS, STEP]), blocks, bias, None, args, sizes, claims, y, None, n, k, (None, None, None), "",
-                    1, by_columns, group, target_of(a.device))  # fmt: skip
+    _start(
+        _rows_hopper_kernel, sizes, cdiv(n, COLUMNS), target_of(a.device),
+        (descriptor(a, [ROWS, STEP]), blocks, None if bias is None else bias.contiguous(), args["tiles"], claims, y, n, k),
+        group, T=by_columns,
+    )  # fmt: skip

@@ -173,7 +173,7 @@ def test_a_tail_reads_half() -> None:
     (launch,) = traffic.launches
     assert launch.argument("a").issued_read_bytes == (64 + 128 + 127) * 256
     assert launch.argument("w").issued_read_bytes == w.nbytes
-    assert launch.argument("out").issued_written_bytes == y.nbytes
+    assert launch.argument("y").issued_written_bytes == y.nbytes
 
 
 def test_nothing_to_do() -> None:
