@@ -18,6 +18,7 @@ Tokens are gathered by the first product and nothing is sorted but the index; no
 HBM, in elements: reads x, the weights of the experts that have a row, weights, residual; writes out; between the launches
 `rows ffn` and, but for one token, `rows hidden`. One token: both products as sums over rows of the weights, the second over all
 its experts. Up to 64: of the programs that make the rows of some columns the last to end sums them. More: a third launch does.
+Tiles of 128 rows on sm_90: of _moe_hopper.py, and one launch more before them, which sets two counters to 0.
 """
 
 from __future__ import annotations
