@@ -10,8 +10,8 @@ while the other's products run.
 
 Programs stay on their SM and take tiles in the order of _moe.tile_at, in which an expert's tiles follow one another and share its
 weights in the L2. As tiles cost one or two halves, no fixed share is even: each takes the next tile when it has loaded most of
-one, from the counter `claims`; without it every so many-th. Who computes a tile does not change its bits. (By a simulation of 4096
-tokens with 8 of 128 experts, the longest share has 15 tiles where all cost the same, 14.8 with fixed shares and 13.5 with claims.)
+one, from the counter `claims`; without it every so many-th. Who computes a tile does not change its bits. Simulated, of 4096
+tokens and 8 of 128 experts, the longest share is 15 tiles where all cost the same, 14.8 without claims and 13.5 with them.
 """
 
 from __future__ import annotations
