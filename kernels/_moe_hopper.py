@@ -8,10 +8,11 @@ of a tile that has no rows for it, and the producer their loads. Weights, and ro
 copies; gathered rows come by cp.async into the same ring. No two warpgroups are held together: who ends a tile first stores it
 while the other's products run.
 
-Programs stay on their SM and take tiles in the order of _moe.tile_at, in which an expert's tiles follow one another and share its
-weights in the L2. As tiles cost one or two halves, no fixed share is even: each takes the next tile when it has loaded most of
-one, from the counter `claims`; without it every so many-th. Who computes a tile does not change its bits. Simulated, of 4096
-tokens and 8 of 128 experts, the longest share is 15 tiles where all cost the same, 14.8 without claims and 13.5 with them.
+Programs stay on their SM. Tiles are ordered as _moe.tile_at has them: groups of 8 row tiles share one pass over the columns, so an
+expert's tiles follow one another and share its weights in the L2. The tiles of more than 64 rows are dealt to the programs in
+turn, those of fewer too but from the last program on, and every program does its own in that order; were all dealt as one, some
+programs would get few of the short ones and take as long as before. Simulated, of 4096 tokens and 8 of 128 experts, the longest
+share of gate_up is 15 tiles where all cost the same, 14.8 if all are dealt as one, and SHARE so.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ from ._gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ._lang import cdiv, tl, triton
+from ._lang import cdiv
 from ._launch import launch as _launch
 from ._launch import tma_ready
-from ._moe import gated, tile_at
+from ._moe import gated
 from ._spec import Args, Sizes
 from ._target import Target, target_of
 
@@ -65,12 +66,82 @@ def _post(mail, posted, taken, slot, phase, t, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _next_tile(t, claims):
-    if claims is None:
-        t += gl.num_programs(0)
+def _kinds(tiles, g, num_m, SHORT: gl.constexpr, WARPS: gl.constexpr):
+    """Which tiles of groups g and g + 1 are short, or which are not, as 16 bits."""
+    i = gl.arange(0, 16, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    at = tiles + (g * 8 + i) * 4
+    there = g * 8 + i < num_m
+    rows = gl.load(at + 2, mask=there, other=0) - gl.load(at + 1, mask=there, other=0)
+    if SHORT:
+        there = there & (rows <= 64)
     else:
-        t = gl.num_programs(0) + gl.atomic_add(claims, 1, sem="relaxed")
-    return t
+        there = rows > 64
+    return gl.sum(gl.where(there, 1 << i, 0), 0)
+
+
+@gluon.jit
+def _members(kinds, g):
+    """Of group g as 8 bits, and how many they are."""
+    bits = (kinds >> (g % 2 * 8)) & 255
+    n = bits - ((bits >> 1) & 0x55)
+    n = (n & 0x33) + ((n >> 2) & 0x33)
+    return bits, (n + (n >> 4)) & 15
+
+
+@gluon.jit
+def _seek(tiles, job, g, before, kinds, end, num_m, num_n, SHORT: gl.constexpr, WARPS: gl.constexpr):
+    """The group that has job number `job` of a kind, or end; from group g on, which `before` jobs come before."""
+    _, members = _members(kinds, g)
+    while (g < end) & (job >= before + members * num_n):
+        before += members * num_n
+        g += 1
+        if g % 2 == 0:
+            kinds = _kinds(tiles, g, num_m, SHORT, WARPS)
+        _, members = _members(kinds, g)
+    return g, before, kinds
+
+
+@gluon.jit
+def _number(job, g, before, kinds, num_n):
+    """Of a job of group g the tile's number: row tile * num_n + column tile."""
+    bits, members = _members(kinds, g)
+    n = (job - before) // members
+    left = job - before - n * members
+    m = 0
+    for i in gl.static_range(8):
+        there = (bits >> i) & 1
+        m = gl.where((there == 1) & (left == 0), g * 8 + i, m)
+        left -= there
+    return m * num_n + n
+
+
+@gluon.jit
+def _next(
+    tiles, job, g, before, kinds, short_job, short_g, short_before, short_kinds, num_m, num_n, WARPS: gl.constexpr
+):  # fmt: skip
+    """The number of this program's next tile, -1: there is none; and the rest as _producer has it, after that tile."""
+    groups = gl.cdiv(num_m, 8)
+    g, before, kinds = _seek(tiles, job, g, before, kinds, groups, num_m, num_n, False, WARPS)
+    end = gl.minimum(g + 1, groups)
+    short_g, short_before, short_kinds = _seek(
+        tiles, short_job, short_g, short_before, short_kinds, end, num_m, num_n, True, WARPS
+    )  # fmt: skip
+    t = -1
+    if short_g < end:
+        t = _number(short_job, short_g, short_before, short_kinds, num_n)
+        short_job += gl.num_programs(0)
+    else:
+        if g < groups:
+            t = _number(job, g, before, kinds, num_n)
+            job += gl.num_programs(0)
+    return t, job, g, before, kinds, short_job, short_g, short_before, short_kinds
+
+
+@gluon.jit
+def _tile(tiles, t, num_n):
+    """(expert, first row, end row, column tile) of a tile's number."""
+    at = tiles + t // num_n * 4
+    return gl.load(at), gl.load(at + 1), gl.load(at + 2), t % num_n
 
 
 @gluon.jit
@@ -94,8 +165,8 @@ def _weights(w, e, n, k, HALVES: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def _producer(
-    a, w, order, tiles, claims, a_s, b_s, full, mail, posted, taken, N, K, stride, TOP_K: gl.constexpr, T: gl.constexpr,
-    GROUP: gl.constexpr, WARPS: gl.constexpr,
+    a, w, order, tiles, a_s, b_s, full, mail, posted, taken, N, K, stride, TOP_K: gl.constexpr, T: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = b_s.type.shape[0]
     THREADS: gl.constexpr = 256 + 32 * WARPS
@@ -107,24 +178,36 @@ def _producer(
         stride = stride // 8 * 8
     num_m = gl.load(tiles + 3)
     num_n = gl.cdiv(N, 128 if HALVES else 256)
-    t = gl.program_id(0)
+    # This program's next tile of each kind: its number among those, its group, how many come before that, and the group's kinds.
+    job = gl.program_id(0)
+    short_job = gl.num_programs(0) - 1 - job
+    g = 0
+    short_g = 0
+    before = 0
+    short_before = 0
+    kinds = _kinds(tiles, 0, num_m, False, WARPS)
+    short_kinds = _kinds(tiles, 0, num_m, True, WARPS)
+    t, job, g, before, kinds, short_job, short_g, short_before, short_kinds = _next(
+        tiles, job, g, before, kinds, short_job, short_g, short_before, short_kinds, num_m, num_n, WARPS
+    )  # fmt: skip
     stage = 0
     loaded = 0
     slot = 0
     phase = 0
-    while t < num_m * num_n:
+    while t >= 0:
         _post(mail, posted, taken, slot, phase, t, WARPS)
         slot, phase = next_stage(slot, phase, 2)
-        e, first, end, n = tile_at(tiles, t, num_m, num_n, GROUP)
+        e, first, end, n = _tile(tiles, t, num_n)
         two = end - first > 64
         if order is not None:
             lower = _token_rows(a, order, first, end, stride, TOP_K, layout)
             upper = _token_rows(a, order, first + 64, end, stride, TOP_K, layout)
-        following = t
         early = (gl.cdiv(K, 64) - STAGES) * 64
         for k in range(0, K, 64):
-            if k == gl.maximum(early, 0):  # an answer takes as long as a stage or two
-                following = _next_tile(t, claims)
+            if k == gl.maximum(early, 0):  # the consumers have these stages to multiply meanwhile
+                t, job, g, before, kinds, short_job, short_g, short_before, short_kinds = _next(
+                    tiles, job, g, before, kinds, short_job, short_g, short_before, short_kinds, num_m, num_n, WARPS
+                )  # fmt: skip
             if loaded >= STAGES:
                 bar_sync(8 + stage, THREADS)
             at = full.index(stage)
@@ -145,7 +228,6 @@ def _producer(
                 tma_load(w, _weights(w, e, n, k, HALVES, T), at, b_s.index(stage))
             loaded += 1
             stage = gl.where(stage == STAGES - 1, 0, stage + 1)
-        t = following
     _post(mail, posted, taken, slot, phase, -1, WARPS)
     # Take the last arrivals, so that no named barrier is left half full.
     for c in gl.static_range(STAGES):
@@ -246,11 +328,10 @@ def _store(to, stride, value, row, column, end, N):
 @gluon.jit
 def _consumer(
     CID: gl.constexpr, bias, tiles, a_s, b_s, full, mail, posted, taken, out, saved, N, K, alpha, limit, ACT: gl.constexpr,
-    GATHERED: gl.constexpr, T: gl.constexpr, HALVES: gl.constexpr, GROUP: gl.constexpr, THREADS: gl.constexpr,
+    GATHERED: gl.constexpr, T: gl.constexpr, HALVES: gl.constexpr, THREADS: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = b_s.type.shape[0]
     N = N // 8 * 8  # a multiple of 8, where the compiler only knows of 16
-    num_m = gl.load(tiles + 3)
     num_n = gl.cdiv(N, 128 if HALVES else 256)
     steps = gl.cdiv(K, 64)
     stage = 0
@@ -260,7 +341,7 @@ def _consumer(
     t = _receive(mail, posted, taken, slot, slot_phase)
     while t >= 0:
         slot, slot_phase = next_stage(slot, slot_phase, 2)
-        e, first, end, n = tile_at(tiles, t, num_m, num_n, GROUP)
+        e, first, end, n = _tile(tiles, t, num_n)
         row = first + CID * 64
         if row < end:
             acc, stage, phase = _product(CID, a_s, b_s, full, stage, phase, steps, GATHERED, T, THREADS)
@@ -289,8 +370,8 @@ def _consumer(
 
 @gluon.jit
 def _run(
-    a, w, bias, order, tiles, claims, out, saved, N, K, stride, alpha, limit, TOP_K: gl.constexpr, ACT: gl.constexpr,
-    T: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+    a, w, bias, order, tiles, out, saved, N, K, stride, alpha, limit, TOP_K: gl.constexpr, ACT: gl.constexpr, T: gl.constexpr,
+    STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """a: x and how far its tokens lie apart, where there is an order, else a descriptor of rows. Of gate_up w's blocks have four
     axes: `experts 2 ffn hidden`; else `experts N K` or, with T, `experts K N`. WARPS: of the producer."""
@@ -306,27 +387,26 @@ def _run(
     gl.warp_specialize(
         [
             (_consumer, (0, bias, tiles, a_s, b_s, full, mail, posted, taken, out, saved, N, K, alpha, limit, ACT, GATHERED, T,
-                         HALVES, GROUP, THREADS)),
+                         HALVES, THREADS)),
             (_consumer, (1, bias, tiles, a_s, b_s, full, mail, posted, taken, out, saved, N, K, alpha, limit, ACT, GATHERED, T,
-                         HALVES, GROUP, THREADS)),
-            (_producer, (a, w, order, tiles, claims, a_s, b_s, full, mail, posted, taken, N, K, stride, TOP_K, T, GROUP, WARPS)),
+                         HALVES, THREADS)),
+            (_producer, (a, w, order, tiles, a_s, b_s, full, mail, posted, taken, N, K, stride, TOP_K, T, WARPS)),
         ],
         [4, WARPS],
-        [224, 56] if WARPS == 4 else [240, 24],
+        [216, 72] if GATHERED else [232, 40],
     )  # fmt: skip
 
 
 @gluon.jit
 def _gate_up_hopper_kernel(
-    x, w, bias, order, tiles, claims, h, saved, N, K, stride, alpha, limit, TOP_K: gl.constexpr, ACT: gl.constexpr,
-    GROUP: gl.constexpr, STAGES: gl.constexpr,
+    x, w, bias, order, tiles, h, saved, N, K, stride, alpha, limit, TOP_K: gl.constexpr, ACT: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
-    _run(x, w, bias, order, tiles, claims, h, saved, N, K, stride, alpha, limit, TOP_K, ACT, False, GROUP, STAGES, 4)
+    _run(x, w, bias, order, tiles, h, saved, N, K, stride, alpha, limit, TOP_K, ACT, False, STAGES, 4)
 
 
 @gluon.jit
-def _rows_hopper_kernel(a, w, bias, tiles, claims, y, N, K, T: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr):
-    _run(a, w, bias, None, tiles, claims, y, None, N, K, None, None, None, 1, "", T, GROUP, STAGES, 1)
+def _rows_hopper_kernel(a, w, bias, tiles, y, N, K, T: gl.constexpr, STAGES: gl.constexpr):
+    _run(a, w, bias, None, tiles, y, None, N, K, None, None, None, 1, "", T, STAGES, 1)
 
 
 # ---- the host ----------------------------------------------------------------------------------------------------------------
@@ -334,51 +414,35 @@ def _rows_hopper_kernel(a, w, bias, tiles, claims, y, N, K, T: gl.constexpr, GRO
 
 def fits(c: _moe.Config, target: Target, k: int, n: int, *operands: Tensor) -> bool:
     """Whether these kernels take products of these operands with k columns and n results a row."""
-    return can(c, target, operands[0].element_size()) and k > 0 and k % 8 == 0 and n % 8 == 0 and tma_ready(*operands)
+    if not (c.hopper and c.tma and target.capability == 90 and not target.broken and AVAILABLE):
+        return False
+    return operands[0].element_size() == 2 and k > 0 and k % 8 == 0 and n % 8 == 0 and tma_ready(*operands)
 
 
-def can(c: _moe.Config, target: Target, itemsize: int) -> bool:
-    """Likewise of operands that lie as they must."""
-    return c.hopper and c.tma and target.capability == 90 and not target.broken and itemsize == 2 and AVAILABLE
-
-
-@triton.jit
-def _clear_kernel(claims):
-    tl.store(claims + tl.arange(0, 2), tl.zeros([2], tl.int32))
-
-
-def clear_claims(claims: Tensor) -> None:
-    """[2]: 0, for two launches."""
-    _launch(_clear_kernel, (1,), (claims,), {"num_warps": 1})
-
-
-def _start(kernel: Any, sizes: Sizes, columns: int, target: Target, operands: Sequence[Any], group: int,
-           **constexprs: Any) -> None:  # fmt: skip
+def _start(kernel: Any, sizes: Sizes, columns: int, target: Target, operands: Sequence[Any], **constexprs: Any) -> None:
     """columns: tiles of them."""
-    options = {**constexprs, "GROUP": group, "STAGES": STAGES, "num_warps": 4, "maxnreg": 168}
+    options = {**constexprs, "STAGES": STAGES, "num_warps": 4, "maxnreg": 168}
     _launch(kernel, (min(sizes["max_tiles"] * columns, target.sms),), operands, options)
 
 
-def gate_up_hopper_launch(x: Tensor, w: Tensor, h: Tensor | None, saved: Tensor | None, args: Args, sizes: Sizes, group: int,
-                          claims: Tensor | None = None) -> None:  # fmt: skip
-    """gate_up_launch of what fits(). claims: [1], 0, for this launch alone; None: every program has a fixed share."""
+def gate_up_hopper_launch(x: Tensor, w: Tensor, h: Tensor | None, saved: Tensor | None, args: Args, sizes: Sizes) -> None:
+    """gate_up_launch of what fits()."""
     n, k, bias = sizes["ffn"], sizes["hidden"], args["gate_up_bias"]
     blocks = descriptor(w.unflatten(1, (2, n)), [1, 2, COLUMNS // 2, STEP])
     _start(
         _gate_up_hopper_kernel, sizes, cdiv(n, COLUMNS // 2), target_of(x.device),
-        (x, blocks, None if bias is None else bias.contiguous(), args["order"], args["tiles"], claims, h, saved, n, k,
-         x.stride(0), *_moe.clamp_numbers(args)),
-        group, TOP_K=sizes["top_k"], ACT=args["activation"],
+        (x, blocks, None if bias is None else bias.contiguous(), args["order"], args["tiles"], h, saved, n, k, x.stride(0),
+         *_moe.clamp_numbers(args)),
+        TOP_K=sizes["top_k"], ACT=args["activation"],
     )  # fmt: skip
 
 
-def rows_hopper_launch(a: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, args: Args, sizes: Sizes, by_columns: bool,
-                       group: int, claims: Tensor | None = None) -> None:  # fmt: skip
+def rows_hopper_launch(a: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, args: Args, sizes: Sizes, by_columns: bool) -> None:
     """rows_launch, likewise."""
     n, k = (w.shape[2], w.shape[1]) if by_columns else w.shape[1:]
     blocks = descriptor(w, [1, STEP, COLUMNS] if by_columns else [1, COLUMNS, STEP])
     _start(
         _rows_hopper_kernel, sizes, cdiv(n, COLUMNS), target_of(a.device),
-        (descriptor(a, [ROWS, STEP]), blocks, None if bias is None else bias.contiguous(), args["tiles"], claims, y, n, k),
-        group, T=by_columns,
+        (descriptor(a, [ROWS, STEP]), blocks, None if bias is None else bias.contiguous(), args["tiles"], y, n, k),
+        T=by_columns,
     )  # fmt: skip

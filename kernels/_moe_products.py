@@ -130,16 +130,15 @@ def _gate_up_kernel(
             store_rows(h, rows, n * HN, gated(g, u, alpha, limit, ACT), live, N, HN)
 
 
-def gate_up_launch(args: Args, sizes: Sizes, h: Tensor | None, saved: Tensor | None, arrived: Tensor | None = None,
-                   claims: Tensor | None = None) -> None:  # fmt: skip
-    """h and saved `gate_up`, each where it is given, of all rows; zeros to arrived. claims: of _moe_hopper.py."""
+def gate_up_launch(args: Args, sizes: Sizes, h: Tensor | None, saved: Tensor | None, arrived: Tensor | None = None) -> None:
+    """h and saved `gate_up`, each where it is given, of all rows; zeros to arrived."""
     x, transposed, interleaved, tile_rows = args["x"], args["transposed"], args["interleaved"], sizes["tile_rows"]
     x, w = contiguous_last(x), _moe.dense_rows(args["gate_up_weight"])
     n, k = sizes["ffn"], sizes["hidden"]
     target = target_of(x.device)
     c = _moe.configure("gate_up", tile_rows, x.element_size(), target)
     if arrived is None and not (transposed or interleaved) and _moe_hopper.fits(c, target, k, n, x, w):
-        return _moe_hopper.gate_up_hopper_launch(x, w, h, saved, args, sizes, c.group, claims)
+        return _moe_hopper.gate_up_hopper_launch(x, w, h, saved, args, sizes)
     c = _moe.usable(c, w) if interleaved or not transposed else _moe._by_pointers(c)
     if c.tma and not interleaved:
         c = _moe.usable(c, w.unflatten(1, (2, n)))
@@ -268,17 +267,17 @@ def _rows_kernel(
 
 def rows_launch(kind: str, a: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, args: Args, sizes: Sizes, by_columns: bool, *,
                 source: str = "rows", to_slots: bool = False, width: int = 0,
-                sums_to: tuple[Tensor, Tensor, Tensor] | None = None, claims: Tensor | None = None) -> None:  # fmt: skip
+                sums_to: tuple[Tensor, Tensor, Tensor] | None = None) -> None:  # fmt: skip
     """y `rows N` = a `rows K` by the experts' matrices, stored `N K` or, by_columns, `K N`. source: what a has instead of rows,
     "tokens" or "slots"; to_slots: so has y. width: of the heads of slots, 0: they have none. sums_to: out `tokens N`, the weights
-    of its sums of y's rows, and a counter for each column tile, 0. claims: of _moe_hopper.py."""
+    of its sums of y's rows, and a counter for each column tile, 0."""
     tile_rows, target = sizes["tile_rows"], target_of(a.device)
     n, k = (w.shape[2], w.shape[1]) if by_columns else w.shape[1:]
     w, alone = _moe.dense_rows(w), source == "rows"
     a = a if alone else contiguous_last(a)
     c = _moe.configure(kind, tile_rows, a.element_size(), target)
     if alone and not to_slots and sums_to is None and _moe_hopper.fits(c, target, k, n, a, w):
-        return _moe_hopper.rows_hopper_launch(a, w, bias, y, args, sizes, by_columns, c.group, claims)
+        return _moe_hopper.rows_hopper_launch(a, w, bias, y, args, sizes, by_columns)
     c = _moe.usable(c, *((a, w) if alone else (w,)))
     out, weights, arrived = sums_to or (None, None, None)
     by_token = to_slots or sums_to is not None

@@ -212,7 +212,7 @@ class Spec:
         costs = []
         for stage in self.stages or (Stage(self.name, tuple(self.reads), tuple(self.writes), self.flops),):
             reads, writes = found(stage.reads), [n for n in found(stage.writes) if n in made]
-            if stage.reads and not reads or not writes or not stage.when(sizes):
+            if not reads or not writes or not stage.when(sizes):
                 continue
             if stage.beside and stage.beside not in made:
                 continue

@@ -18,7 +18,6 @@ Tokens are gathered by the first product and nothing is sorted but the index; no
 HBM, in elements: reads x, the weights of the experts that have a row, weights, residual; writes out; between the launches
 `rows ffn` and, but for one token, `rows hidden`. One token: both products as sums over rows of the weights, the second over all
 its experts. Up to 64: of the programs that make the rows of some columns the last to end sums them. More: a third launch does.
-Tiles of 128 rows on sm_90: of _moe_hopper.py, and one launch more before them, which sets two counters to 0.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _moe, _moe_hopper
+from . import _moe
 from ._lang import cdiv
 from ._launch import on_device
 from ._moe_products import (
@@ -63,11 +62,9 @@ def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
         return sizes  # a trace for any length: no result has the axes of scratch
     how = _form(sizes, args)
     made = {**sizes, "vector_rows" if how == "vector" else "matrix_rows": sizes["rows"]}
-    itemsize, target = args["x"].element_size(), target_of(args["x"].device)
-    down = _moe.configure("down", sizes["tile_rows"], itemsize, target)
     if how != "few":
-        claimed = how == "grouped" and _moe_hopper.can(down, target, itemsize)
-        return {**made, "products": 2} if claimed else made
+        return made
+    down = _moe.configure("down", sizes["tile_rows"], args["x"].element_size(), target_of(args["x"].device))
     return {**made, "column_tiles": cdiv(sizes["hidden"], down.block_n)}
 
 
@@ -83,10 +80,9 @@ SPEC = Spec(
     read_bytes={**EXPERT_BYTES, "tiles": tile_bytes},
     scratch={
         "h": Write("matrix_rows ffn", "x"), "vector_h": Write("vector_rows ffn", "x"), "y": Write("matrix_rows hidden", "x"),
-        "arrived": Write("column_tiles", "int32"), "claims": Write("products", "int32"),
+        "arrived": Write("column_tiles", "int32"),
     },
     stages=(
-        Stage("moe_claims", (), ("claims",), lambda s, a: 0),
         Stage("moe_gate_up", (*_GATE_UP, "order", "tiles"), ("h", "gate_up", "arrived"), gate_up_flops, "h"),
         Stage("moe_gate_up", (*_GATE_UP, "indices", "inverse"), ("vector_h", "gate_up"), gate_up_flops, "vector_h"),
         Stage("moe_down", ("vector_h", *_DOWN, "indices", "inverse", "weights", "residual"), ("out",), _down_flops, "vector_h"),
@@ -131,7 +127,7 @@ def launch(
     args.update({name: args[name].contiguous() for name in _moe.INDEX})
     args["residual"] = None if residual is None else residual.contiguous()
     out, gate_up = SPEC.empty(args, sizes)
-    h, vector_h, y, arrived, claims = SPEC.empty_scratch(args, sizes)
+    h, vector_h, y, arrived = SPEC.empty_scratch(args, sizes)
     saved, how, weights = gate_up if save else None, _form(sizes, args), weights.contiguous()
     with on_device(x):
         if not sizes["rows"]:
@@ -140,11 +136,8 @@ def launch(
             launch_vector(vector_h, out, saved, args, sizes, weights)
         else:
             few = (out, weights, arrived) if how == "few" else None
-            up, down = claims.split(1) if len(claims) else (None, None)
-            if up is not None:
-                _moe_hopper.clear_claims(claims)
-            gate_up_launch(args, sizes, h, saved, arrived if few else None, up)
-            rows_launch("down", h, down_weight, down_bias, y, args, sizes, transposed, sums_to=few, claims=down)
+            gate_up_launch(args, sizes, h, saved, arrived if few else None)
+            rows_launch("down", h, down_weight, down_bias, y, args, sizes, transposed, sums_to=few)
             if not few:
                 combine_launch(y, args["inverse"], weights, args["residual"], out, sizes["top_k"])
     return out, gate_up

@@ -98,7 +98,7 @@ def test_clamps_in_half_precision() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 2, 64, 65, 300])
 def test_launches_of_a_forward(tokens: int) -> None:
-    """Two up to 64 tokens, then three: with a router of two or three, four and six; one more with tiles of 128 rows."""
+    """Two up to 64 tokens, then three: with a router of two or three, four and six."""
     experts = Experts(tokens=tokens, hidden=16, ffn=16, experts=9, top_k=3)
     rows = choose_tile_rows(tokens, 3, 9, 2, TARGETS["sm_90"])
     args = case_of(replace(experts, tile_rows=rows)).arguments(BF16)
@@ -107,7 +107,7 @@ def test_launches_of_a_forward(tokens: int) -> None:
     names = {1: ["_gate_up_vector_kernel", "_down_vector_kernel"], 64: ["_gate_up_kernel", "_rows_kernel"]}
     expected = names[1 if tokens == 1 else 64] if tokens <= 64 else ["_gate_up_kernel", "_rows_kernel", "_combine_kernel"]
     if rows == 128:
-        expected = ["_clear_kernel", "_gate_up_hopper_kernel", "_rows_hopper_kernel", "_combine_kernel"]
+        expected = ["_gate_up_hopper_kernel", "_rows_hopper_kernel", "_combine_kernel"]
     assert kernels(launches) == expected
 
 

@@ -36,10 +36,9 @@ class Case:
     activation: str = "silu"
     bias: bool = False
     save: bool = True
-    claims: bool = True
 
     def __str__(self) -> str:
-        words = "".join(f"-{name}" for name in ("bias", "save", "claims") if getattr(self, name))
+        words = "".join(f"-{name}" for name in ("bias", "save") if getattr(self, name))
         counts = ".".join(map(str, self.counts))
         return f"{counts}-{self.hidden}x{self.ffn}-{str(self.dtype)[6:]}-{self.activation}{words}"
 
@@ -61,9 +60,6 @@ class Case:
 
     def sizes(self, args: dict[str, Any]) -> dict[str, int]:
         return {"ffn": self.ffn, "hidden": self.hidden, "top_k": self.top_k, "max_tiles": len(args["tiles"])}
-
-    def counter(self) -> Tensor | None:
-        return torch.zeros(1, dtype=torch.int32) if self.claims else None
 
 
 def activated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
@@ -90,8 +86,7 @@ def check_gate_up(case: Case, seed: int, launch: Any = None, target: Any = FEW) 
     h, saved = (torch.full((rows + 1, n), float("nan"), dtype=case.dtype) for n in (case.ffn, 2 * case.ffn))
     with interpret(target, seed=seed):
         (launch or _moe_hopper.gate_up_hopper_launch)(
-            args["x"], args["gate_up_weight"], h[:rows], saved[:rows] if case.save else None, args, case.sizes(args), 8,
-            case.counter(),
+            args["x"], args["gate_up_weight"], h[:rows], saved[:rows] if case.save else None, args, case.sizes(args)
         )  # fmt: skip
     expected = by_expert(args["x"][args["order"].long() // case.top_k], args["gate_up_weight"], args["gate_up_bias"], case.counts)
     close(h[:rows], activated(*expected.chunk(2, 1), case.activation))
@@ -110,7 +105,7 @@ def check_rows(case: Case, seed: int, by_columns: bool = False, launch: Any = No
     stored = w.mT.contiguous() if by_columns else w
     with interpret(target, seed=seed):
         (launch or _moe_hopper.rows_hopper_launch)(
-            a, stored, bias, y[:rows], args, case.sizes(args), by_columns, 8, case.counter()
+            a, stored, bias, y[:rows], args, case.sizes(args), by_columns
         )  # fmt: skip
     close(y[:rows], by_expert(a, w, bias, case.counts))
     assert y[rows:].isnan().all()
@@ -120,7 +115,7 @@ TAILS = (1, 63, 64, 65, 127, 128)
 QUICK = [
     Case(TAILS, save=False),
     Case((0, 130, 0, 192, 0, 2), ffn=200, hidden=64, bias=True, dtype=FP16, activation=_moe.CLAMPED),
-    Case((384, 40), hidden=520, ffn=128, top_k=1, claims=False),
+    Case((384, 40), hidden=520, ffn=128, top_k=1),
     Case((0, 300), hidden=8, ffn=8, activation="relu2", bias=True),
 ]
 
@@ -169,7 +164,7 @@ def test_a_tail_reads_half() -> None:
     a, y = torch.zeros(256, 128, dtype=BF16), torch.empty(256, 64, dtype=BF16)
     w = torch.zeros(3, 64, 128, dtype=BF16)
     with count_traffic(FEW) as traffic:
-        _moe_hopper.rows_hopper_launch(a, w, None, y, args, case.sizes(args), False, 8, case.counter())
+        _moe_hopper.rows_hopper_launch(a, w, None, y, args, case.sizes(args), False)
     (launch,) = traffic.launches
     assert launch.argument("a").issued_read_bytes == (64 + 128 + 127) * 256
     assert launch.argument("w").issued_read_bytes == w.nbytes
@@ -183,7 +178,7 @@ def test_nothing_to_do() -> None:
     args["tiles"] = torch.zeros_like(args["tiles"])
     h = torch.full((2, case.ffn), float("nan"), dtype=BF16)
     with interpret(FEW):
-        _moe_hopper.gate_up_hopper_launch(args["x"], args["gate_up_weight"], h, None, args, case.sizes(args), 8, case.counter())
+        _moe_hopper.gate_up_hopper_launch(args["x"], args["gate_up_weight"], h, None, args, case.sizes(args))
     assert h.isnan().all()
 
 
@@ -211,19 +206,18 @@ def compiled(kind: str, bias: bool = False, save: bool = False, dtype: torch.dty
     rows, experts = 4096 * 8, 128
     args = {"order": meta(rows, of=torch.int32), "tiles": meta(384, 4, of=torch.int32), "activation": "silu"}
     args["gate_up_bias"] = meta(experts, 2 * case.ffn) if bias else None
-    claims = meta(1, of=torch.int32)
     with aot.compile_only(HOPPER) as kernels:
         if kind == "gate_up":
             h, saved = meta(rows, case.ffn), meta(rows, 2 * case.ffn)
             w = meta(experts, 2 * case.ffn, case.hidden)
             _moe_hopper.gate_up_hopper_launch(
-                meta(4096, case.hidden), w, h, saved if save else None, args, case.sizes(args), 8, claims
+                meta(4096, case.hidden), w, h, saved if save else None, args, case.sizes(args)
             )  # fmt: skip
         else:
             w = meta(experts, *((case.ffn, case.hidden) if kind == "by_columns" else (case.hidden, case.ffn)))
             b, y = meta(experts, case.hidden) if bias else None, meta(rows, case.hidden)
             _moe_hopper.rows_hopper_launch(
-                meta(rows, case.ffn), w, b, y, args, case.sizes(args), kind == "by_columns", 8, claims
+                meta(rows, case.ffn), w, b, y, args, case.sizes(args), kind == "by_columns"
             )  # fmt: skip
     (kernel,) = kernels
     return kernel

@@ -1,4 +1,4 @@
-"""The Hopper products of the experts on an H200: the bits of the portable kernels, again and again, whoever takes which tile."""
+"""The Hopper products of the experts on an H200: the bits of the portable kernels, again and again."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ CASES = [
 ]  # fmt: skip
 
 
-def products(args: dict[str, Any], sizes: dict[str, int], a: Tensor, w: Tensor, claimed: bool) -> tuple[Tensor, ...]:
+def products(args: dict[str, Any], sizes: dict[str, int], a: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     """h, gate_up, and a by the experts' matrices: rows that nobody writes are 7."""
     rows, n, k = len(args["order"]), sizes["ffn"], sizes["hidden"]
     h, saved, y = (torch.full((rows, width), 7.0, dtype=a.dtype, device="cuda") for width in (n, 2 * n, k))
-    claims = torch.zeros(2, dtype=torch.int32, device="cuda").split(1) if claimed else (None, None)
-    _moe_products.gate_up_launch(args, sizes, h, saved, claims=claims[0])
-    _moe_products.rows_launch("down", a, w, args["down_bias"], y, args, sizes, False, claims=claims[1])
+    _moe_products.gate_up_launch(args, sizes, h, saved)
+    _moe_products.rows_launch("down", a, w, args["down_bias"], y, args, sizes, False)
     return h, saved, y
 
 
@@ -39,10 +38,10 @@ def test_the_bits_of_the_portable_kernels(case: Case, monkeypatch: pytest.Monkey
     args.update(transposed=False, interleaved=False, down_bias=None)
     a = torch.randn(len(args["order"]), case.ffn, device="cuda").to(case.dtype)
     w = (torch.randn(len(case.counts), case.hidden, case.ffn, device="cuda") * case.ffn**-0.5).to(case.dtype)
-    found = [products(args, sizes, a, w, claimed) for claimed in [True] * 10 + [False] * 3]
+    found = [products(args, sizes, a, w) for _ in range(10)]
     assert set(launched) == {"_moe_hopper"}
     monkeypatch.setattr(_moe_hopper, "fits", lambda *_: False)
-    expected = products(args, sizes, a, w, False)
+    expected = products(args, sizes, a, w)
     for results in found:
         assert all(torch.equal(x, y) for x, y in zip(results, found[0]))
     token = args["order"].long() // case.top_k
