@@ -8,11 +8,12 @@ of a tile that has no rows for it, and the producer their loads. Weights, and ro
 copies; gathered rows come by cp.async into the same ring. No two warpgroups are held together: who ends a tile first stores it
 while the other's products run.
 
-Programs stay on their SM. Tiles are ordered as _moe.tile_at has them: groups of 8 row tiles share one pass over the columns, so an
-expert's tiles follow one another and share its weights in the L2. The tiles of more than 64 rows are dealt to the programs in
-turn, those of fewer too but from the last program on, and every program does its own in that order; were all dealt as one, some
-programs would get few of the short ones and take as long as before. Simulated, of 4096 tokens and 8 of 128 experts, the longest
-share of gate_up is 15 tiles where all cost the same, 14.8 if all are dealt as one, and SHARE so.
+Programs stay on their SM. Tiles are ordered as _moe.tile_at has them: groups of 8 row tiles share one pass over the columns, so
+an expert's tiles follow one another and share its weights in the L2. Tiles of more than 64 rows are dealt to the programs in
+turn, those of fewer too but from the last program on, and every program does its own in that order. Were all dealt as one, some
+would get few of the short ones and take as long as before: simulated, of gate_up with 4096 tokens and 8 of 128 experts, the
+longest share is 15 tiles where all cost the same, 14.8 if all are dealt as one, and 13.5 so, as with shares that whoever is free
+takes by an atomic counter.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def _post(mail, posted, taken, slot, phase, t, WARPS: gl.constexpr):
 def _kinds(tiles, g, num_m, SHORT: gl.constexpr, WARPS: gl.constexpr):
     """Which tiles of groups g and g + 1 are short, or which are not, as 16 bits."""
     i = gl.arange(0, 16, gl.BlockedLayout([1], [32], [WARPS], [0]))
-    at = tiles + (g * 8 + i) * 4
+    at = tiles + g * 32 + i * 4
     there = g * 8 + i < num_m
     rows = gl.load(at + 2, mask=there, other=0) - gl.load(at + 1, mask=there, other=0)
     if SHORT:
@@ -187,48 +188,44 @@ def _producer(
     short_before = 0
     kinds = _kinds(tiles, 0, num_m, False, WARPS)
     short_kinds = _kinds(tiles, 0, num_m, True, WARPS)
-    t, job, g, before, kinds, short_job, short_g, short_before, short_kinds = _next(
-        tiles, job, g, before, kinds, short_job, short_g, short_before, short_kinds, num_m, num_n, WARPS
-    )  # fmt: skip
     stage = 0
     loaded = 0
     slot = 0
     phase = 0
+    t = 0
     while t >= 0:
+        t, job, g, before, kinds, short_job, short_g, short_before, short_kinds = _next(
+            tiles, job, g, before, kinds, short_job, short_g, short_before, short_kinds, num_m, num_n, WARPS
+        )  # fmt: skip
         _post(mail, posted, taken, slot, phase, t, WARPS)
-        slot, phase = next_stage(slot, phase, 2)
-        e, first, end, n = _tile(tiles, t, num_n)
-        two = end - first > 64
-        if order is not None:
-            lower = _token_rows(a, order, first, end, stride, TOP_K, layout)
-            upper = _token_rows(a, order, first + 64, end, stride, TOP_K, layout)
-        early = (gl.cdiv(K, 64) - STAGES) * 64
-        for k in range(0, K, 64):
-            if k == gl.maximum(early, 0):  # the consumers have these stages to multiply meanwhile
-                t, job, g, before, kinds, short_job, short_g, short_before, short_kinds = _next(
-                    tiles, job, g, before, kinds, short_job, short_g, short_before, short_kinds, num_m, num_n, WARPS
-                )  # fmt: skip
-            if loaded >= STAGES:
-                bar_sync(8 + stage, THREADS)
-            at = full.index(stage)
+        if t >= 0:
+            slot, phase = next_stage(slot, phase, 2)
+            e, first, end, n = _tile(tiles, t, num_n)
+            two = end - first > 64
             if order is not None:
-                mbarrier.expect(at, w.block_type.nbytes)
-                tma_load(w, _weights(w, e, n, k, HALVES, T), at, b_s.index(stage))
-                copy_rows(a_s.index(stage * 2), lower + k, column < K - k)
-                if two:
-                    copy_rows(a_s.index(stage * 2 + 1), upper + k, column < K - k)
-                copy_rows_arrive(at)
-            else:
-                if two:
-                    mbarrier.expect(at, w.block_type.nbytes + 2 * a.block_type.nbytes)
-                    tma_load(a, (first + 64, k), at, a_s.index(stage * 2 + 1))
+                lower = _token_rows(a, order, first, end, stride, TOP_K, layout)
+                upper = _token_rows(a, order, first + 64, end, stride, TOP_K, layout)
+            for k in range(0, K, 64):
+                if loaded >= STAGES:
+                    bar_sync(8 + stage, THREADS)
+                at = full.index(stage)
+                if order is not None:
+                    mbarrier.expect(at, w.block_type.nbytes)
+                    tma_load(w, _weights(w, e, n, k, HALVES, T), at, b_s.index(stage))
+                    copy_rows(a_s.index(stage * 2), lower + k, column < K - k)
+                    if two:
+                        copy_rows(a_s.index(stage * 2 + 1), upper + k, column < K - k)
+                    copy_rows_arrive(at)
                 else:
-                    mbarrier.expect(at, w.block_type.nbytes + a.block_type.nbytes)
-                tma_load(a, (first, k), at, a_s.index(stage * 2))
-                tma_load(w, _weights(w, e, n, k, HALVES, T), at, b_s.index(stage))
-            loaded += 1
-            stage = gl.where(stage == STAGES - 1, 0, stage + 1)
-    _post(mail, posted, taken, slot, phase, -1, WARPS)
+                    if two:
+                        mbarrier.expect(at, w.block_type.nbytes + 2 * a.block_type.nbytes)
+                        tma_load(a, (first + 64, k), at, a_s.index(stage * 2 + 1))
+                    else:
+                        mbarrier.expect(at, w.block_type.nbytes + a.block_type.nbytes)
+                    tma_load(a, (first, k), at, a_s.index(stage * 2))
+                    tma_load(w, _weights(w, e, n, k, HALVES, T), at, b_s.index(stage))
+                loaded += 1
+                stage = gl.where(stage == STAGES - 1, 0, stage + 1)
     # Take the last arrivals, so that no named barrier is left half full.
     for c in gl.static_range(STAGES):
         if loaded > c:
