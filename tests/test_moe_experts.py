@@ -104,11 +104,9 @@ def test_launches_of_a_forward(tokens: int) -> None:
     args = case_of(replace(experts, tile_rows=rows)).arguments(BF16)
     with recording("sm_90") as launches:
         call(OP, args)
-    names = {1: ["_gate_up_vector_kernel", "_down_vector_kernel"], 64: ["_gate_up_kernel", "_rows_kernel"]}
-    expected = names[1 if tokens == 1 else 64] if tokens <= 64 else ["_gate_up_kernel", "_rows_kernel", "_combine_kernel"]
-    if rows == 128:
-        expected = ["_gate_up_hopper_kernel", "_rows_hopper_kernel", "_combine_kernel"]
-    assert kernels(launches) == expected
+    up, down = ("_gate_up_hopper_kernel", "_rows_hopper_kernel") if rows == 128 else ("_gate_up_kernel", "_rows_kernel")
+    grouped = [up, down] if tokens <= 64 else [up, down, "_combine_kernel"]
+    assert kernels(launches) == (["_gate_up_vector_kernel", "_down_vector_kernel"] if tokens == 1 else grouped)
 
 
 def test_tile_rows_follow_the_rows_of_an_expert() -> None:

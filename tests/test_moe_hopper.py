@@ -117,6 +117,7 @@ QUICK = [
     Case((0, 130, 0, 192, 0, 2), ffn=200, hidden=64, bias=True, dtype=FP16, activation=_moe.CLAMPED),
     Case((384, 40), hidden=520, ffn=128, top_k=1),
     Case((0, 300), hidden=8, ffn=8, activation="relu2", bias=True),
+    Case((1, 130, 200, 64, 0, 65, 257, 33) * 3, hidden=264, ffn=136, save=False),
 ]
 
 
@@ -131,6 +132,25 @@ def test_gate_up(case: Case) -> None:
 def test_rows(case: Case, by_columns: bool) -> None:
     for seed in range(2):
         check_rows(case, seed, by_columns)
+
+
+@pytest.mark.parametrize("sms", [1, 2, 7, 99])
+def test_programs(sms: int) -> None:
+    """Every tile is some program's; of either kind none has two more than another; who has one more: first ones, or last ones."""
+    case = Case((40, 130, 300, 64, 0, 129, 257, 128, 1, 150), hidden=520, ffn=64, top_k=1)
+    args, found = case.make(), []
+    rows = sum(case.counts)
+    a, w, y = torch.zeros(rows, 64, dtype=BF16), torch.zeros(10, 520, 64, dtype=BF16), torch.ones(rows, 520, dtype=BF16)
+    with interpret(replace(HOPPER, sms=sms), on_access=[lambda access: found.append((access.program, access.region.name))]):
+        _moe_hopper.rows_hopper_launch(a, w, None, y, args, case.sizes(args), False)
+    assert (y == 0).all()
+    programs = range(min(sms, 3 * len(args["tiles"])))
+    both = [found.count((p, "w")) for p in programs]  # of one step of K: one block of weights a tile, one or two of rows
+    full = [found.count((p, "a")) - n for p, n in zip(programs, both)]
+    short = [n - f for n, f in zip(both, full)]
+    assert (sum(full), sum(short)) == (3 * 8, 3 * 8)
+    assert full == sorted(full, reverse=True) and full[0] - full[-1] <= 1
+    assert short == sorted(short) and short[-1] - short[0] <= 1
 
 
 @pytest.mark.slow
