@@ -4,6 +4,7 @@ Kernels take all of it from here: `gluon.jit`, the language `gl`, `mbarrier` (in
 `warpgroup_mma`, `warpgroup_mma_wait`, `fence_async_shared`, and under names of ours what was renamed or is missing:
 
     tma_load, tma_store, tma_add, tma_store_wait    async_copy_*, then async_load, async_store, async_atomic_add
+    copy_rows, copy_rows_arrive                     cp.async of a block by pointers, and the arrival of a thread's at an mbarrier
     block_barrier                                   thread_barrier, then barrier
     bar_sync, bar_arrive                            named barriers, which Gluon does not have
     add_four, reciprocal, one_less_square           vector adds to memory and instructions of arithmetic, likewise
@@ -38,6 +39,7 @@ else:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
         from triton.experimental.gluon.language.nvidia.hopper import (
+            async_copy,
             fence_async_shared,
             mbarrier,
             tma,
@@ -68,7 +70,7 @@ AVAILABLE = not REASON
 if not AVAILABLE:
     gluon = gl = mbarrier = tma = builtin = _lang.Stub(f"this kernel needs Gluon: {REASON}")
     tma_load = tma_store = tma_add = tma_store_wait = block_barrier = gl
-    fence_async_shared = warpgroup_mma = warpgroup_mma_wait = TensorDescriptor = gl
+    async_copy = fence_async_shared = warpgroup_mma = warpgroup_mma_wait = TensorDescriptor = gl
 
 
 def _named_barrier(verb: str, barrier: Any, threads: Any, semantic: Any) -> None:
@@ -90,6 +92,19 @@ def bar_sync(barrier: Any, threads: Any, _semantic: Any = None) -> None:
 def bar_arrive(barrier: Any, threads: Any, _semantic: Any = None) -> None:
     """Arrive as bar_sync does, but go on at once: cheaper than mbarrier.arrive, before which triton synchronises a partition."""
     _named_barrier("arrive", barrier, threads, _semantic)
+
+
+@builtin
+def copy_rows(memory: Any, pointers: Any, mask: Any, _semantic: Any = None) -> None:
+    """Start to copy a block, zeros where not masked in. It lands as a thread's own stores do: wgmma needs a fence after it."""
+    copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+    copy(memory, pointers, mask, _semantic=_semantic)
+
+
+@builtin
+def copy_rows_arrive(barrier: Any, _semantic: Any = None) -> None:
+    """Every thread of the partition arrives once, when all that it has copied so far has landed."""
+    async_copy.mbarrier_arrive(barrier, increment_count=False, _semantic=_semantic)
 
 
 @gluon.jit

@@ -145,6 +145,7 @@ class Config:
     group: int = 8
     block_m: int = 0  # of the weight gradients only
     unrolled: bool = False  # of one token only: the loop over the long axis, where it is short
+    hopper: bool = False  # by _moe_hopper.py, where that takes the operands
 
 
 TILE_ROWS = (16, 32, 64, 128)
@@ -162,11 +163,11 @@ _VECTOR: Table = {
 _SM90: Table = {
     "gate_up": {
         16: Config(128, 128, 4, 3, tma=True, swap=True, per_sm=2), 32: Config(128, 128, 4, 3, tma=True, swap=True, per_sm=2),
-        64: Config(256, 64, 8, 4, tma=True), 128: Config(256, 64, 8, 4, tma=True),
+        64: Config(256, 64, 8, 4, tma=True), 128: Config(256, 64, 8, 4, tma=True, hopper=True),
     },
     "down": {
         16: Config(64, 128, 4, 4, tma=True, swap=True, per_sm=2), 32: Config(64, 128, 4, 4, tma=True, swap=True, per_sm=2),
-        64: Config(128, 128, 4, 3, tma=True, per_sm=2), 128: Config(256, 64, 8, 4, tma=True),
+        64: Config(128, 128, 4, 3, tma=True, per_sm=2), 128: Config(256, 64, 8, 4, tma=True, hopper=True),
     },
     "grad_rows": {
         16: Config(64, 64, 4, 4, swap=True), 32: Config(64, 64, 4, 4, swap=True), 64: Config(128, 64, 4, 4, tma=True, per_sm=2),

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from . import _moe
+from . import _moe, _moe_hopper
 from ._gemm import accumulator, halves
 from ._lang import cdiv, next_power_of_2, tl, triton
 from ._launch import contiguous_last, descriptor
@@ -137,6 +137,8 @@ def gate_up_launch(args: Args, sizes: Sizes, h: Tensor | None, saved: Tensor | N
     n, k = sizes["ffn"], sizes["hidden"]
     target = target_of(x.device)
     c = _moe.configure("gate_up", tile_rows, x.element_size(), target)
+    if arrived is None and not (transposed or interleaved) and _moe_hopper.fits(c, target, k, n, x, w):
+        return _moe_hopper.gate_up_hopper_launch(x, w, h, saved, args, sizes)
     c = _moe.usable(c, w) if interleaved or not transposed else _moe._by_pointers(c)
     if c.tma and not interleaved:
         c = _moe.usable(c, w.unflatten(1, (2, n)))
@@ -273,7 +275,10 @@ def rows_launch(kind: str, a: Tensor, w: Tensor, bias: Tensor | None, y: Tensor,
     n, k = (w.shape[2], w.shape[1]) if by_columns else w.shape[1:]
     w, alone = _moe.dense_rows(w), source == "rows"
     a = a if alone else contiguous_last(a)
-    c = _moe.usable(_moe.configure(kind, tile_rows, a.element_size(), target), *((a, w) if alone else (w,)))
+    c = _moe.configure(kind, tile_rows, a.element_size(), target)
+    if alone and not to_slots and sums_to is None and _moe_hopper.fits(c, target, k, n, a, w):
+        return _moe_hopper.rows_hopper_launch(a, w, bias, y, args, sizes, by_columns)
+    c = _moe.usable(c, *((a, w) if alone else (w,)))
     out, weights, arrived = sums_to or (None, None, None)
     by_token = to_slots or sums_to is not None
     columns = cdiv(n, c.block_n)

@@ -15,7 +15,8 @@ import pytest
 
 from fusedblock.interpret import ProtocolError
 
-SYNCHRONISES = ("mbarrier.", "bar_sync", "bar_arrive", "fence_async_shared", "tma_store_wait", "_take_turn", "_pass_turn")
+SYNCHRONISES = ("mbarrier.", "bar_sync", "bar_arrive", "fence_async_shared", "tma_store_wait", "_take_turn", "_pass_turn",
+                "copy_rows_arrive")  # fmt: skip
 
 
 def statements(module: ModuleType) -> list[tuple[str, int]]:

@@ -18,7 +18,7 @@ from fusedblock.ops import OPS
 BF16 = torch.bfloat16
 # experts, top_k, hidden, ffn of Qwen3-30B-A3B, Mixtral-8x7B and gpt-oss-20b; the last transposed, interleaved and with biases.
 SIZES = {"qwen3": (128, 8, 2048, 768), "mixtral": (8, 2, 4096, 14336), "gpt_oss": (32, 4, 2880, 2880)}
-GATHERED = ("_gate_up_kernel", "_grad_hidden_kernel")
+GATHERED = ("_gate_up_kernel", "_gate_up_hopper_kernel", "_grad_hidden_kernel")
 
 
 def arguments(model: str, tokens: int, tile_rows: int, dtype: torch.dtype, save: bool = True) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def compiled(name: str, model: str, tokens: int, tile_rows: int, dtype: torch.dt
 def check(kernels: list[Any], name: str, tile_rows: int, dtype: torch.dtype) -> None:
     for kernel in kernels:
         assert aot.problems([kernel], TARGETS[name], wgmma=True, max_spill_bytes=aot.spills(0)) == []
-        products = re.search("_gate_up_kernel|_rows|_grad_hidden|_grad_weight_kernel", kernel.name) is not None
+        products = re.search("_gate_up_(hopper_)?kernel|_rows|_grad_hidden|_grad_weight_kernel", kernel.name) is not None
         assert aot.has_narrow_dot(kernel) == (products and dtype is BF16)
 
 

@@ -107,7 +107,7 @@ def test_experts(target: str) -> None:
             known |= {"grad_out": known["x"], **{f"need_{n}": known[n] is not None for n in known}}
             backward = ops.OPS["moe_experts_backward"].launch
             ops.direct("moe_experts_backward", *[known[n] for n in inspect.signature(backward).parameters])
-    assert len(found) == 8
+    assert len(found) == (10 if target == "sm_90" else 8)  # two for tiles of 128 rows
     for name, tiles in found.items():
         assert max(map(len, tiles.values())) <= 2, name
         assert len(tiles) <= 8, name  # four heights, each of two products

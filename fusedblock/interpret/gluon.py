@@ -2,7 +2,7 @@
 
 Arithmetic is triton.language's, as for other kernels; layouts are not looked at. What differs is here: shared memory, TMA,
 wgmma, barriers and partitions. One program runs after the other, so programs that wait for one another are not modelled; nor are
-clusters, cp.async, tensor memory, and the order of accesses to global memory inside a program (a TMA store writes at any time
+clusters, tensor memory, and the order of accesses to global memory inside a program (a TMA store writes at any time
 until the program ends).
 """
 
@@ -209,6 +209,12 @@ def _tma_add(desc: Descriptor, coord: Any, src: Shared) -> None:
     _sm().tma_store(src.view, lambda data: desc.add(corner, data))
 
 
+def _copy_rows(memory: Shared, pointers: Any, mask: Any) -> None:
+    if list(pointers.shape) != memory.shape:
+        raise ProtocolError(f"{pointers.shape} copied to {memory.view}, {memory.shape}")
+    _sm().copy(memory.view, tl.load(pointers, mask=mask, other=0.0).handle.data)
+
+
 # ---- wgmma -------------------------------------------------------------------------------------------------------------
 
 
@@ -343,6 +349,8 @@ _MODEL: dict[str, Callable[..., Any]] = {
     "wait": _wait,
     "arrive": _arrive,
     "expect": _expect,
+    "copy_rows": _copy_rows,
+    "copy_rows_arrive": lambda barrier: _sm().copies_arrive(barrier),
     "fence_async_shared": lambda cluster=False: _sm().fence(),
     "warpgroup_mma": _mma,
     "warpgroup_mma_wait": _mma_wait,

@@ -1,6 +1,6 @@
 """The asynchronous part of a Hopper SM, as one program sees it: partitions, shared memory, barriers, and what is in flight.
 
-Partitions and operations in flight (TMA copies, wgmmas) take turns. Whose turn it is changes at every operation that
+Partitions and operations in flight (copies, wgmmas) take turns. Whose turn it is changes at every operation that
 synchronises or touches shared memory, and is drawn from a seed: everyone has a priority, the highest that can go on does,
 and priorities are drawn again now and then. So one partition may run far ahead, and a copy may land at once or at the last
 moment that anything waits for it. The same seed gives the same run.
@@ -47,6 +47,7 @@ class Partition:
         self.done = False
         self.mmas: list[Operation] = []  # issued and not waited for, oldest first
         self.stores: list[Operation] = []
+        self.copies: list[tuple[View, Access, np.ndarray]] = []  # by cp.async, of which no barrier hears yet
         self.issued = {"wgmma": 0, "TMA store": 0}
 
     def __str__(self) -> str:
@@ -72,7 +73,7 @@ class Machine:
         self.current = Partition(name, warps, {}, self.random.random())
         self.partitions = [self.current]
         self.operations: list[Operation] = []
-        self.loads: list[Access] = []  # of TMA
+        self.loads: list[Access] = []  # of TMA and cp.async
         self.allocations: list[Allocation] = []
         self.named: dict[int, NamedBarrier] = {}
         self.error: BaseException | None = None
@@ -177,6 +178,8 @@ class Machine:
     def _ends(self, p: Partition) -> None:
         for left in (*p.mmas, *p.stores):
             raise ProtocolError(f"{p} ends without waiting for {left.name}")
+        for _, copy, _ in p.copies:
+            raise ProtocolError(f"{p} ends, and no barrier hears of {copy.who}")
 
     def finish(self) -> None:
         """The program has ended: nothing may be left that still uses its shared memory."""
@@ -223,6 +226,35 @@ class Machine:
             for access in allocation.accesses:
                 if access.unfenced and access.before(self.current.clock):
                     access.unfenced = False
+
+    # -- cp.async
+
+    def copy(self, view: View, data: np.ndarray) -> None:
+        """Start a copy into view, as if by stores. The view is poison until it lands, whenever before the arrival after it."""
+        self.pause()
+        me = self.current
+        access = Access(True, f"a copy of {me} into {view}", (me, "copy"), float("inf"), view.box, unfenced=True)
+        view.access(me.clock, access)
+        view.poison()
+        self.loads.append(access)
+        me.copies.append((view, access, data))
+
+    def copies_arrive(self, barrier: MBarrier) -> None:
+        """Every thread arrives once, when the copies so far have landed."""
+        self.pause()
+        me = self.current
+        name = f"copies of {me}"
+        barrier.check_usable(f"an arrival of {name}")
+        copies, me.copies = me.copies, []
+
+        def land() -> None:
+            for view, access, data in copies:
+                view.data[...] = data
+                view.written[...] = True
+                access.component, access.epoch = barrier, barrier.phases + 1
+            barrier.arrive(32 * me.warps, 0, {}, name)
+
+        self.start(name, land)
 
     # -- TMA
 

@@ -5,6 +5,7 @@ Every partition carries a vector clock, which barriers pass on: what a partition
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ def join(into: Clock, other: Clock) -> None:
 # ---- shared memory -----------------------------------------------------------------------------------------------------
 
 Box = tuple[tuple[int, int], ...]
-NOWHERE = -1  # the axis of an allocation that an axis of one element added by reshape stands for
+NOWHERE = -1  # the axis of an allocation that an axis made by reshape stands for: added, of one element, or joined of several
 
 
 @dataclass(eq=False)
@@ -101,12 +102,21 @@ class View:
         return View(self.allocation, self.data[at], self.written[at], tuple(box), axes, self.dtype)
 
     def reshape(self, shape: tuple[int, ...]) -> View:
-        """Add or drop axes of one element. Others keep their order."""
-        long = [axis for axis, n in zip(self.axes, self.data.shape) if n != 1]
-        if [n for n in shape if n != 1] != [n for n in self.data.shape if n != 1]:
-            raise NotImplementedError(f"{self} of shape {self.data.shape} reshaped to {shape}: only axes of 1 may come and go")
-        axes = tuple(NOWHERE if n == 1 else long.pop(0) for n in shape)
-        return View(self.allocation, self.data.reshape(shape), self.written.reshape(shape), self.box, axes, self.dtype)
+        """Add or drop axes of one element, or join neighbours. Others keep their order."""
+        mine = [(n, axis) for axis, n in zip(self.axes, self.data.shape) if n != 1]
+        axes: list[int] = []
+        for n in shape:
+            joined: list[tuple[int, int]] = []
+            while n != 1 and mine and math.prod(m for m, _ in joined) < n:
+                joined.append(mine.pop(0))
+            if math.prod(m for m, _ in joined) != n:
+                raise NotImplementedError(f"{self} of shape {self.data.shape} reshaped to {shape}: axes are only joined")
+            # A joined axis stands for none: its parts count as the whole.
+            axes.append(joined[0][1] if len(joined) == 1 else NOWHERE)
+        data, written = self.data.reshape(shape), self.written.reshape(shape)
+        if mine or not np.shares_memory(data, self.data):
+            raise NotImplementedError(f"{self} of shape {self.data.shape} reshaped to {shape}: not the same memory")
+        return View(self.allocation, data, written, self.box, tuple(axes), self.dtype)
 
     def permute(self, order: tuple[int, ...]) -> View:
         axes = tuple(self.axes[i] for i in order)
