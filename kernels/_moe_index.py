@@ -139,15 +139,15 @@ def warps_for(block_tokens: int, experts: int) -> int:
 INDEX_WARPS = 8
 
 
-def index_slots(tokens: int, top_k: int) -> int:
-    """Slots that the one program of index_all has at once: all of so many tokens, or what it has registers for."""
-    return min(512, next_power_of_2(tokens * top_k))
+def at_once(top_k: int) -> int:
+    """Of a token's slots how many read_choices loads before it looks at the first: each load is a trip to L2."""
+    return min(8, next_power_of_2(top_k))
 
 
 def index_tile(experts: int) -> int:
-    """Tokens of the tile that a program of INDEX_WARPS places at once: 8 elements a thread of each matrix [tokens, experts], of
+    """Tokens of the tile that a program of INDEX_WARPS places at once: 4 elements a thread of each matrix [tokens, experts], of
     which there are several."""
-    return min(64, max(1, 256 * INDEX_WARPS // index_block(experts)))
+    return min(32, max(1, 128 * INDEX_WARPS // index_block(experts)))
 
 
 @triton.jit
@@ -158,14 +158,17 @@ def _expert_of(indices, slot, live, E):
 
 
 @triton.jit
-def read_choices(indices, token, live, E, K, BT: tl.constexpr, EP: tl.constexpr):
+def read_choices(indices, token, live, E, K, AT_ONCE: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr):
     """([BT, EP]: how often each expert is among a token's choices; the last of its slots there)."""
     selected = tl.zeros([BT, EP], tl.int32)
     slots = tl.full([BT, EP], -1, tl.int32)
-    for j in range(K):
-        hit = tl.arange(0, EP)[None, :] == _expert_of(indices, token.to(tl.int64) * K + j, live, E)[:, None]
-        selected += hit.to(tl.int32)
-        slots = tl.where(hit, j, slots)
+    for first in range(0, K, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            j = first + i
+            e = _expert_of(indices, token.to(tl.int64) * K + j, live & (j < K), E)
+            hit = tl.arange(0, EP)[None, :] == e[:, None]
+            selected += hit.to(tl.int32)
+            slots = tl.where(hit, j, slots)
     return selected, slots
 
 
@@ -220,36 +223,29 @@ def tabulate(total, offsets, tiles, program, programs, E, MAX_TILES, TILE: tl.co
 
 
 @triton.jit
-def index_all(indices, order, inverse, offsets, tiles, SLOTS, E, MAX_TILES, TILE: tl.constexpr, BLOCK: tl.constexpr,
-              EP: tl.constexpr):  # fmt: skip
-    """The whole index, by one program, BLOCK slots at a time: the row of a slot is the number of slots that come before it, by
-    expert and then by number. Each is compared with each, 8 at a time: of few that is quicker than sums over a matrix of all
-    experts."""
-    expert = tl.arange(0, EP)
-    each = tl.zeros([8, EP], tl.int32)
-    for c in range(0, SLOTS, 8):
-        other = c + tl.arange(0, 8)
-        each += (_expert_of(indices, other, other < SLOTS, E)[:, None] == expert[None, :]).to(tl.int32)
-    total = tl.sum(each, 0)
-    for b in range(0, SLOTS, BLOCK):
-        slot = b + tl.arange(0, BLOCK)
-        e = _expert_of(indices, slot, slot < SLOTS, E)
-        before = tl.zeros([8, BLOCK], tl.int32)
-        for c in range(0, SLOTS, 8):
-            other = c + tl.arange(0, 8)
-            f = _expert_of(indices, other, other < SLOTS, E)
-            earlier = (f[:, None] < e[None, :]) | ((f[:, None] == e[None, :]) & (other[:, None] < slot[None, :]))
-            before += ((f >= 0)[:, None] & earlier).to(tl.int32)
-        row = tl.sum(before, 0)
-        tl.store(inverse + slot, tl.where(e >= 0, row, -1), slot < SLOTS)
-        tl.store(order + row, slot, e >= 0)
+def index_all(
+    indices, order, inverse, offsets, tiles, T, E, K, MAX_TILES, DISTINCT: tl.constexpr, TILE: tl.constexpr, BT: tl.constexpr,
+    AT_ONCE: tl.constexpr, EP: tl.constexpr,
+):  # fmt: skip
+    """The whole index, by one program, BT tokens at a time."""
+    counts = tl.zeros([BT, EP], tl.int32)
+    for t in range(0, T, BT):
+        token = t + tl.arange(0, BT)
+        counts += read_choices(indices, token, token < T, E, K, AT_ONCE, BT, EP)[0]
+    total = tl.sum(counts, 0)
+    before = tl.zeros_like(total)
+    for t in range(0, T, BT):
+        token = t + tl.arange(0, BT)
+        selected, slots = read_choices(indices, token, token < T, E, K, AT_ONCE, BT, EP)
+        place(indices, selected, slots, before, total, token, token < T, order, inverse, E, K, DISTINCT, EP)
+        before += tl.sum(selected, 0)
     tabulate(total, offsets, tiles, 0, 1, E, MAX_TILES, TILE, EP)
 
 
 @triton.jit(do_not_specialize=["T", "TILES", "PER", "MAX_TILES"])
 def index_kernel(
     indices, counts, order, inverse, offsets, tiles, T, TILES, PER, E, K, MAX_TILES, DISTINCT: tl.constexpr,
-    COUNTED: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    COUNTED: tl.constexpr, BT: tl.constexpr, AT_ONCE: tl.constexpr, EP: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Each program places the tokens of PER tiles of COUNTED, whose counts [TILES, E] an earlier launch left; BT at a time."""
     program = tl.program_id(0)
@@ -269,7 +265,7 @@ def index_kernel(
     total = before + tl.sum(others, 0)
     for t in range(mine * COUNTED, tl.minimum((mine + PER) * COUNTED, T), BT):
         token = t + tl.arange(0, BT)
-        selected, slots = read_choices(indices, token, token < T, E, K, BT, EP)
+        selected, slots = read_choices(indices, token, token < T, E, K, AT_ONCE, BT, EP)
         place(indices, selected, slots, before, total, token, token < T, order, inverse, E, K, DISTINCT, EP)
         before += tl.sum(selected, 0)
     tabulate(total, offsets, tiles, program, tl.num_programs(0), E, MAX_TILES, TILE, EP)
@@ -289,6 +285,6 @@ def launch_index(
     _launch(
         index_kernel, (cdiv(token_tiles, per),),
         (indices, counts, *index, tokens, token_tiles, per, experts, top_k, index[3].shape[0]),
-        {"DISTINCT": distinct, "COUNTED": block_tokens, "BT": min(block, block_tokens), "EP": index_block(experts),
-         "TILE": tile_rows, "ROWS": block, "num_warps": INDEX_WARPS},
+        {"DISTINCT": distinct, "COUNTED": block_tokens, "BT": min(block, block_tokens), "AT_ONCE": at_once(top_k),
+         "EP": index_block(experts), "TILE": tile_rows, "ROWS": 2 * block, "num_warps": INDEX_WARPS},
     )  # fmt: skip

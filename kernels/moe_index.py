@@ -18,12 +18,12 @@ from ._launch import launch as _launch
 from ._launch import on_device
 from ._moe_index import (
     INDEX_WARPS,
+    at_once,
     height,
     index_all,
     index_axes,
     index_block,
     index_reference,
-    index_slots,
     index_tile,
     launch_index,
     read_choices,
@@ -70,20 +70,23 @@ def reference(indices: Tensor, experts: int, tile_rows: int) -> tuple[Tensor, Te
 
 
 @triton.jit(do_not_specialize=["T"])
-def _count_kernel(indices, counts, T, E, K, COUNTED: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr):
+def _count_kernel(
+    indices, counts, T, E, K, COUNTED: tl.constexpr, BT: tl.constexpr, AT_ONCE: tl.constexpr, EP: tl.constexpr,
+):  # fmt: skip
     expert = tl.arange(0, EP)
     selected = tl.zeros([BT, EP], tl.int32)
     for i in tl.static_range(0, COUNTED, BT):
         token = tl.program_id(0) * COUNTED + i + tl.arange(0, BT)
-        selected += read_choices(indices, token, token < T, E, K, BT, EP)[0]
+        selected += read_choices(indices, token, token < T, E, K, AT_ONCE, BT, EP)[0]
     tl.store(counts + tl.program_id(0).to(tl.int64) * E + expert, tl.sum(selected, 0), expert < E)
 
 
-@triton.jit(do_not_specialize=["SLOTS", "MAX_TILES"])
+@triton.jit(do_not_specialize=["T", "MAX_TILES"])
 def _single_kernel(
-    indices, order, inverse, offsets, tiles, SLOTS, E, MAX_TILES, TILE: tl.constexpr, BLOCK: tl.constexpr, EP: tl.constexpr,
+    indices, order, inverse, offsets, tiles, T, E, K, MAX_TILES, TILE: tl.constexpr, BT: tl.constexpr, AT_ONCE: tl.constexpr,
+    EP: tl.constexpr,
 ):  # fmt: skip
-    index_all(indices, order, inverse, offsets, tiles, SLOTS, E, MAX_TILES, TILE, BLOCK, EP)
+    index_all(indices, order, inverse, offsets, tiles, T, E, K, MAX_TILES, False, TILE, BT, AT_ONCE, EP)
 
 
 def launch(indices: Tensor, experts: int, tile_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -96,16 +99,15 @@ def launch(indices: Tensor, experts: int, tile_rows: int) -> tuple[Tensor, Tenso
     if not sizes["rows"]:
         return order, inverse, offsets.zero_(), tiles.zero_()
     indices = indices.contiguous()
-    counted, ep = _most(experts), index_block(experts)
+    counted = _most(experts)
+    block = min(index_tile(experts), counted)
+    how = {"BT": block, "AT_ONCE": at_once(top_k), "EP": index_block(experts), "num_warps": INDEX_WARPS}
     with on_device(indices):
         if tokens <= counted:
-            _launch(_single_kernel, (1,), (indices, *index, tokens * top_k, experts, tiles.shape[0]),
-                    {"TILE": height(tokens, top_k, experts, tile_rows), "BLOCK": index_slots(counted, top_k), "EP": ep,
-                     "num_warps": INDEX_WARPS})  # fmt: skip
+            _launch(_single_kernel, (1,), (indices, *index, tokens, experts, top_k, tiles.shape[0]),
+                    {"TILE": height(tokens, top_k, experts, tile_rows), **how})  # fmt: skip
         else:
-            block = min(index_tile(experts), counted)
-            _launch(_count_kernel, (counts.shape[0],), (indices, counts, tokens, experts, top_k),
-                    {"COUNTED": counted, "BT": block, "EP": ep, "num_warps": INDEX_WARPS})  # fmt: skip
+            _launch(_count_kernel, (counts.shape[0],), (indices, counts, tokens, experts, top_k), {"COUNTED": counted, **how})
             launch_index(indices, counts, index, experts, tile_rows, counted, False, target_of(indices.device))
     return order, inverse, offsets, tiles
 
