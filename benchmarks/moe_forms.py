@@ -15,7 +15,7 @@ from torch import Tensor
 import fusedblock
 from fusedblock import ops
 from fusedblock.blocks.moe import MoeSpec, MoeWeights, fixed_mixture, mixture
-from fusedblock.kernels import _moe, moe_route
+from fusedblock.kernels import _moe, _moe_hopper, moe_route
 from fusedblock.kernels._moe_index import index_block
 from fusedblock.kernels._target import Target
 
@@ -100,7 +100,7 @@ def _config(kind: str, *numbers: Any, **words: Any) -> tuple[str, Way]:
     name = f"{kind} {rows}{config.block_n}x{config.block_k} w{config.num_warps} s{config.num_stages}"
     name += "".join(f" {what} {n}" for what, n in (("split", config.split), ("per SM", config.per_sm)) if n > 1)
     name += " swap" if config.swap else ""
-    name += " unrolled" if config.unrolled else ""
+    name += " unrolled" * config.unrolled + " hopper" * config.hopper
     return name, Way({(_moe, "configure"): configure})
 
 
@@ -145,7 +145,7 @@ CONFIGS = {
                *(_config("vector", *numbers, unrolled=True) for numbers in ((2, 512, 4, 4), (2, 1024, 4, 4), (8, 512, 8, 4)))),
     "vector_down": tuple(_config("vector_down", *numbers, unrolled=True) for numbers in (
         (4, 2048, 8, 3), (2, 2048, 4, 3), (4, 1024, 4, 4), (8, 2048, 8, 3), (8, 1024, 4, 4), (2, 4096, 4, 3))),
-    "grad_rows": (_config("grad_rows", 128, 64, 4, 4, **_T), _config("grad_rows", 128, 128, 8, 3, **_T)),
+    "grad_rows": (_config("grad_rows", 128, 64, 4, 4, **_T), _config("grad_rows", 256, 64, 8, 4, **_T)),
     "grad_hidden": (
         _config("grad_hidden", 128, 64, 8, 3, **_T, split=4), _config("grad_hidden", 64, 64, 8, 4, **_T, split=2),
         _config("grad_hidden", 128, 128, 8, 3, **_T, split=4), _config("grad_hidden", 128, 64, 8, 4, **_T, split=4),
@@ -163,6 +163,7 @@ ROUTERS = {
 }  # fmt: skip
 ROUTER_WAYS = dict(way for ways in ROUTERS.values() for way in ways)
 WAYS: dict[str, Way] = {
+    "portable": Way({(_moe_hopper, "fits"): lambda *_: False}),  # none of the Hopper products
     **FORM_WAYS, **ROW_WAYS, **CONFIG_WAYS, **ROUTER_WAYS,
 }  # fmt: skip
 

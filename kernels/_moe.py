@@ -171,7 +171,7 @@ _SM90: Table = {
     },
     "grad_rows": {
         16: Config(64, 64, 4, 4, swap=True), 32: Config(64, 64, 4, 4, swap=True), 64: Config(128, 64, 4, 4, tma=True, per_sm=2),
-        128: Config(256, 64, 8, 4, tma=True),
+        128: Config(256, 64, 8, 4, tma=True, hopper=True),
     },
     "grad_hidden": {
         16: Config(64, 64, 4, 4, swap=True), 32: Config(64, 64, 4, 4, swap=True), 64: Config(128, 64, 4, 4, tma=True, split=4),

@@ -139,15 +139,22 @@ def warps_for(block_tokens: int, experts: int) -> int:
 INDEX_WARPS = 8
 
 
-def at_once(top_k: int) -> int:
-    """Of a token's slots how many read_choices loads before it looks at the first: each load is a trip to L2."""
-    return min(8, next_power_of_2(top_k))
+def index_reads(top_k: int, tokens: int, experts: int) -> dict[str, int]:
+    """BT of read_choices, and AT_ONCE: of a token's slots how many it loads before it looks at the first, for each is a trip to
+    L2; by what registers the matrices [tokens, experts] of a program of INDEX_WARPS leave."""
+    elements = tokens * index_block(experts) // (32 * INDEX_WARPS)
+    return {"BT": tokens, "AT_ONCE": min(8 if elements <= 4 else 4 if elements <= 8 else 2, next_power_of_2(top_k))}
 
 
 def index_tile(experts: int) -> int:
     """Tokens of the tile that a program of INDEX_WARPS places at once: 4 elements a thread of each matrix [tokens, experts], of
     which there are several."""
     return min(32, max(1, 128 * INDEX_WARPS // index_block(experts)))
+
+
+def index_once(tokens: int, experts: int) -> int:
+    """Likewise of index_all: all of at most so many tokens, where one program's registers hold them."""
+    return min(tokens, max(1, 1024 * INDEX_WARPS // index_block(experts)))
 
 
 @triton.jit
@@ -225,20 +232,26 @@ def tabulate(total, offsets, tiles, program, programs, E, MAX_TILES, TILE: tl.co
 @triton.jit
 def index_all(
     indices, order, inverse, offsets, tiles, T, E, K, MAX_TILES, DISTINCT: tl.constexpr, TILE: tl.constexpr, BT: tl.constexpr,
-    AT_ONCE: tl.constexpr, EP: tl.constexpr,
+    ONE: tl.constexpr, AT_ONCE: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
-    """The whole index, by one program, BT tokens at a time."""
-    counts = tl.zeros([BT, EP], tl.int32)
-    for t in range(0, T, BT):
-        token = t + tl.arange(0, BT)
-        counts += read_choices(indices, token, token < T, E, K, AT_ONCE, BT, EP)[0]
-    total = tl.sum(counts, 0)
-    before = tl.zeros_like(total)
-    for t in range(0, T, BT):
-        token = t + tl.arange(0, BT)
+    """The whole index, by one program, BT tokens at a time; ONE: that is all of them."""
+    before = tl.zeros([EP], tl.int32)
+    if ONE:
+        token = tl.arange(0, BT)
         selected, slots = read_choices(indices, token, token < T, E, K, AT_ONCE, BT, EP)
+        total = tl.sum(selected, 0)
         place(indices, selected, slots, before, total, token, token < T, order, inverse, E, K, DISTINCT, EP)
-        before += tl.sum(selected, 0)
+    else:
+        counts = tl.zeros([BT, EP], tl.int32)
+        for t in range(0, T, BT):
+            token = t + tl.arange(0, BT)
+            counts += read_choices(indices, token, token < T, E, K, AT_ONCE, BT, EP)[0]
+        total = tl.sum(counts, 0)
+        for t in range(0, T, BT):
+            token = t + tl.arange(0, BT)
+            selected, slots = read_choices(indices, token, token < T, E, K, AT_ONCE, BT, EP)
+            place(indices, selected, slots, before, total, token, token < T, order, inverse, E, K, DISTINCT, EP)
+            before += tl.sum(selected, 0)
     tabulate(total, offsets, tiles, 0, 1, E, MAX_TILES, TILE, EP)
 
 
@@ -285,6 +298,6 @@ def launch_index(
     _launch(
         index_kernel, (cdiv(token_tiles, per),),
         (indices, counts, *index, tokens, token_tiles, per, experts, top_k, index[3].shape[0]),
-        {"DISTINCT": distinct, "COUNTED": block_tokens, "BT": min(block, block_tokens), "AT_ONCE": at_once(top_k),
+        {"DISTINCT": distinct, "COUNTED": block_tokens, **index_reads(top_k, min(block, block_tokens), experts),
          "EP": index_block(experts), "TILE": tile_rows, "ROWS": 2 * block, "num_warps": INDEX_WARPS},
     )  # fmt: skip

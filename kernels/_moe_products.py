@@ -137,7 +137,8 @@ def gate_up_launch(args: Args, sizes: Sizes, h: Tensor | None, saved: Tensor | N
     n, k = sizes["ffn"], sizes["hidden"]
     target = target_of(x.device)
     c = _moe.configure("gate_up", tile_rows, x.element_size(), target)
-    if arrived is None and not (transposed or interleaved) and _moe_hopper.fits(c, target, k, n, x, w):
+    ours = arrived is None and not (transposed or interleaved)
+    if ours and _moe_hopper.fits(c, target, sizes, k, n, _moe_hopper.COLUMNS // 2, x, w):
         return _moe_hopper.gate_up_hopper_launch(x, w, h, saved, args, sizes)
     c = _moe.usable(c, w) if interleaved or not transposed else _moe._by_pointers(c)
     if c.tma and not interleaved:
@@ -276,7 +277,7 @@ def rows_launch(kind: str, a: Tensor, w: Tensor, bias: Tensor | None, y: Tensor,
     w, alone = _moe.dense_rows(w), source == "rows"
     a = a if alone else contiguous_last(a)
     c = _moe.configure(kind, tile_rows, a.element_size(), target)
-    if alone and not to_slots and sums_to is None and _moe_hopper.fits(c, target, k, n, a, w):
+    if alone and not to_slots and sums_to is None and _moe_hopper.fits(c, target, sizes, k, n, _moe_hopper.COLUMNS, a, w):
         return _moe_hopper.rows_hopper_launch(a, w, bias, y, args, sizes, by_columns)
     c = _moe.usable(c, *((a, w) if alone else (w,)))
     out, weights, arrived = sums_to or (None, None, None)

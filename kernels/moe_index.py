@@ -18,11 +18,11 @@ from ._launch import launch as _launch
 from ._launch import on_device
 from ._moe_index import (
     INDEX_WARPS,
-    at_once,
     height,
     index_all,
     index_axes,
     index_block,
+    index_reads,
     index_reference,
     index_tile,
     launch_index,
@@ -86,7 +86,7 @@ def _single_kernel(
     indices, order, inverse, offsets, tiles, T, E, K, MAX_TILES, TILE: tl.constexpr, BT: tl.constexpr, AT_ONCE: tl.constexpr,
     EP: tl.constexpr,
 ):  # fmt: skip
-    index_all(indices, order, inverse, offsets, tiles, T, E, K, MAX_TILES, False, TILE, BT, AT_ONCE, EP)
+    index_all(indices, order, inverse, offsets, tiles, T, E, K, MAX_TILES, False, TILE, BT, False, AT_ONCE, EP)
 
 
 def launch(indices: Tensor, experts: int, tile_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -100,8 +100,7 @@ def launch(indices: Tensor, experts: int, tile_rows: int) -> tuple[Tensor, Tenso
         return order, inverse, offsets.zero_(), tiles.zero_()
     indices = indices.contiguous()
     counted = _most(experts)
-    block = min(index_tile(experts), counted)
-    how = {"BT": block, "AT_ONCE": at_once(top_k), "EP": index_block(experts), "num_warps": INDEX_WARPS}
+    how = {**index_reads(top_k, min(index_tile(experts), counted), experts), "EP": index_block(experts), "num_warps": INDEX_WARPS}
     with on_device(indices):
         if tokens <= counted:
             _launch(_single_kernel, (1,), (indices, *index, tokens, experts, top_k, tiles.shape[0]),

@@ -38,13 +38,13 @@ from ._math import last_of
 from ._moe_choice import choose
 from ._moe_index import (
     INDEX_WARPS,
-    at_once,
     height,
     index_all,
     index_axes,
     index_block,
+    index_once,
+    index_reads,
     index_reference,
-    index_tile,
     launch_index,
     warps_for,
 )
@@ -261,10 +261,10 @@ def _choice_kernel(
     partial, bias, correction, weights, indices, logits, counts, arrived, order, inverse, offsets, tiles, T, E, K, MAX_TILES,
     groups, topk_groups, eps, scale, SPLITS: tl.constexpr, SCORING: tl.constexpr, GROUPED: tl.constexpr, SIZE: tl.constexpr,
     TOP2: tl.constexpr, RENORMALISE: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr, ACC: tl.constexpr, TILE: tl.constexpr,
-    BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
+    BLOCK: tl.constexpr, ONE: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Grid (token tiles). Either leaves the counts for the launch that makes the index, or counts itself in `arrived`, and the
-    last one makes it, BLOCK tokens at a time; TILE, AT_ONCE: see index_all."""
+    last one makes it, BLOCK tokens at a time; TILE, ONE, AT_ONCE: see index_all."""
     numbers = (groups, topk_groups, eps, scale)
     program = tl.program_id(0)
     token = program * BT + tl.arange(0, BT)
@@ -277,9 +277,9 @@ def _choice_kernel(
     else:
         if BT == 1:  # of one token there is one program
             tl.debug_barrier()
-            index_all(indices, order, inverse, offsets, tiles, T, E, K, MAX_TILES, True, TILE, BLOCK, AT_ONCE, EP)
+            index_all(indices, order, inverse, offsets, tiles, T, E, K, MAX_TILES, True, TILE, BLOCK, ONE, AT_ONCE, EP)
         elif last_of(arrived, tl.num_programs(0)):
-            index_all(indices, order, inverse, offsets, tiles, T, E, K, MAX_TILES, True, TILE, BLOCK, AT_ONCE, EP)
+            index_all(indices, order, inverse, offsets, tiles, T, E, K, MAX_TILES, True, TILE, BLOCK, ONE, AT_ONCE, EP)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -342,8 +342,10 @@ def launch(
                  "num_warps": 8 if c.gemm_tokens * c.gemm_experts > 8192 else 4, "num_stages": c.num_stages},
             )  # fmt: skip
             own = (None, arrived, *index) if c.last else (counts, *[None] * 5)
-            whole = {"TILE": height(tokens, top_k, experts, tile_rows), "AT_ONCE": at_once(top_k),
-                     "BLOCK": 1 if tokens == 1 else min(index_tile(experts), c.gemm_tokens)}  # fmt: skip
+            most = 1 if tokens == 1 else c.gemm_tokens
+            reads = index_reads(top_k, index_once(most, experts), experts)
+            whole = {"TILE": height(tokens, top_k, experts, tile_rows), "BLOCK": reads["BT"], "ONE": reads["BT"] == most,
+                     "AT_ONCE": reads["AT_ONCE"]}  # fmt: skip
             _launch(
                 _choice_kernel, (token_tiles,), (partial, *given, *own, tokens, experts, top_k, tiles.shape[0], *rule),
                 {"SPLITS": c.splits, **how, **(whole if c.last else dict.fromkeys(whole, 0)),
