@@ -25,6 +25,8 @@ from fusedblock.kernels._attention import READS as _READS
 from fusedblock.kernels._attention import normalise_mask
 from fusedblock.kernels._attention_choice import Choice, choose
 from fusedblock.kernels._attention_skeleton import Skeleton, skeleton
+from fusedblock.kernels._graphs import beside
+from fusedblock.kernels._launch import capturing
 from fusedblock.kernels._math import check_activation, plain_activate
 from fusedblock.kernels._moe import CLAMPED, check_gate, choose_tile_rows, form, index_of
 from fusedblock.kernels._replay import Fixed
@@ -53,10 +55,10 @@ from fusedblock.registry import (
 __all__ = [
     "CLAMPED", "COSTS", "OPS", "Choice", "Composite", "DecodeProblem", "Fixed", "RouterSpec", "ShapeError", "Skeleton", "Target",
     "attention_args", "call_attention", "check_activation", "check_gate", "check_router", "choose", "choose_tile_rows",
-    "batch_invariant", "decode_launches", "define", "define_composite", "deterministic", "direct", "dispatched", "empty",
-    "fits_slots", "form", "gated_mlp", "layer_norm", "linear", "moe_experts", "moe_index", "moe_linear", "moe_route",
-    "normalise_mask", "plain_activate", "plain_mlp", "refuse_gradients", "qkv_rope", "rms_norm", "rope", "route_launches",
-    "skeleton", "store_slots", "target_of", "wants_grad",
+    "batch_invariant", "beside", "capturing", "decode_launches", "define", "define_composite", "deterministic", "direct",
+    "dispatched", "empty", "fits_slots", "form", "gated_mlp", "layer_norm", "linear", "moe_experts", "moe_index", "moe_linear",
+    "moe_route", "normalise_mask", "plain_activate", "plain_mlp", "refuse_gradients", "qkv_rope", "rms_norm", "rope",
+    "route_launches", "skeleton", "store_slots", "target_of", "wants_grad",
 ]  # fmt: skip
 
 

@@ -39,6 +39,16 @@ def _stream(device: int) -> ctypes.c_void_p:
     return stream
 
 
+@functools.cache
+def beside(device: int, stream: int) -> torch.cuda.ExternalStream:
+    """A stream for what goes beside the work of `stream`. Nobody else has it: torch's own come from a pool, and one that a
+    capture has taken in must not be another thread's."""
+    made = ctypes.c_void_p()
+    with torch.cuda.device(device), _relaxed():
+        _check(_cuda().cuStreamCreate(ctypes.byref(made), _NON_BLOCKING))
+    return torch.cuda.ExternalStream(made.value or 0, device=device)
+
+
 class _Refused(Exception):
     """By the driver."""
 

@@ -12,7 +12,9 @@ from torch import Tensor
 from benchmarks.engine import errors, verdict
 from benchmarks.moe_forms import ours
 from benchmarks.moe_problem import Inputs, Problem, make_inputs, make_weights, plain
-from fusedblock import mixture_of_attention, options
+from fusedblock import mixture_of_attention, ops, options
+from fusedblock.blocks.moe import MoeSpec, MoeWeights, mixture
+from fusedblock.ops import RouterSpec
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
@@ -89,6 +91,37 @@ def test_in_a_cuda_graph(p: Problem) -> None:
         torch.cuda.synchronize()
         assert torch.equal(out, run(p, other))
         assert_right(p, other, [out])
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("tokens", [1, 45, 512, 513])
+def test_a_shared_expert_goes_beside_in_a_cuda_graph(tokens: int, gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two layers, one after the other, so that memory is used again; equal bits to the same launch by launch."""
+    p, forks = BLOCK(tokens), list[int]()
+    given, w = made(p), make_weights(p, DEVICE)
+    g = torch.Generator(DEVICE).manual_seed(tokens)
+    own = [torch.randn(*s, generator=g, device=DEVICE, dtype=torch.bfloat16) * s[-1] ** -0.5
+           for s in ((200, 136), (200, 136), (136, 200), (1, 136))]  # fmt: skip
+    weights = MoeWeights(w.router, w.gate_up, w.down, None, None, None, None, *own[:3], own[3] if gated else None)
+    spec, fork = MoeSpec(RouterSpec(p.top_k, renormalise=True)), ops.beside
+    monkeypatch.setattr(ops, "beside", lambda *a: forks.append(1) or fork(*a))
+
+    @torch.no_grad()
+    def layers(x: Tensor) -> Tensor:
+        x = mixture(spec, weights, x).out
+        return mixture(spec, weights, x, residual=x).out
+
+    layers(given.x)
+    assert not forks
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layers(given.x)
+    assert len(forks) == (2 if tokens <= 512 else 0)
+    for seed in range(1, 6):
+        other = made(p, seed=seed).x
+        given.x.copy_(other)
+        graph.replay()
+        assert torch.equal(out, layers(other))
 
 
 def test_a_token_has_equal_bits_beside_any_others() -> None:
