@@ -35,11 +35,14 @@ FORWARD, BOTH, ROUTER = "moe forward", "moe forward+backward", "moe router"
 OURS = ("fusedblock experts", "fusedblock")
 GROUPED = "hf grouped_mm"
 QWEN, MIXTRAL, OSS = "Qwen3-30B-A3B", "Mixtral-8x7B", "gpt-oss-20b"
+SHARED = "Qwen1.5-MoE-A2.7B", "GLM-4.5-Air"  # their sizes, with Qwen3's router
 SKEWED = f"{QWEN} skewed"  # four experts that every token chooses have half of the slots
 MODELS = {
     QWEN: partial(Problem, experts=128, top_k=8, hidden=2048, ffn=768, model="qwen3_moe"),
     MIXTRAL: partial(Problem, experts=8, top_k=2, hidden=4096, ffn=14336, model="mixtral"),
     SKEWED: partial(Problem, experts=128, top_k=8, hidden=2048, ffn=768, model="qwen3_moe", hot=4),
+    SHARED[0]: partial(Problem, experts=60, top_k=4, hidden=2048, ffn=1408, model="", shared=5632),
+    SHARED[1]: partial(Problem, experts=128, top_k=8, hidden=4096, ffn=1408, model="", shared=1408),
     OSS: partial(Problem, experts=32, top_k=4, hidden=2880, ffn=2880, model="", transposed=True),  # its sizes, with SiLU
 }
 # bench, label -> tokens: what the project has set itself on an H200, in ms. The same tokens' host time and launches are below.
@@ -130,6 +133,8 @@ def choices(dry: bool) -> list[Group]:
         *(router(label, tokens, kind) for label in (QWEN, MIXTRAL)
           for tokens, kind in ((1, "few"), (64, "few"), (512, "some"), (4096, "many"), (16384, "many"))),
         one(OSS, 1, "few", "grouped"),
+        *(Group(FORWARD, label, MODELS[label](tokens), ("fusedblock", "shared after"))
+          for label in SHARED for tokens in (1, 64, 512)),
     ]  # fmt: skip
     return tiny(made) if dry else made
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import fusedblock
 from fusedblock import ops
+from fusedblock.blocks import moe
 from fusedblock.blocks.moe import MoeSpec, MoeWeights, fixed_mixture, mixture
 from fusedblock.kernels import _moe, _moe_hopper, moe_route
 from fusedblock.kernels._moe_index import index_block
@@ -30,7 +31,8 @@ def _spec(p: Problem) -> ops.RouterSpec:
 
 def ours(p: Problem, w: Weights) -> Form:
     """The block as a caller has it who keeps what is the same in every call."""
-    spec, weights = MoeSpec(_spec(p), transposed=p.transposed), MoeWeights(w.router, w.gate_up, w.down)
+    shared = dict(zip(("shared_gate", "shared_up", "shared_down"), w.shared))
+    spec, weights = MoeSpec(_spec(p), transposed=p.transposed), MoeWeights(w.router, w.gate_up, w.down, **shared)
     kept = fixed_mixture(spec, weights)
     return lambda given: mixture(spec, weights, given.x, kept=kept).out
 
@@ -82,11 +84,11 @@ def transformers(p: Problem, w: Weights, implementation: str) -> Form:
 
 @dataclass(frozen=True)
 class Way:
-    """How else fusedblock could compute a case: what is set in its modules, and the tile_rows asked of the index."""
+    """How else fusedblock could compute a case: what is set in its modules, tile_rows of the index, and by which form."""
 
     settings: dict[tuple[Any, str], Any] = field(default_factory=dict)
     rows: int = 0
-    router: bool = False
+    form: Callable[..., Form] | None = None  # None: launched, which has rows
 
 
 def _config(kind: str, *numbers: Any, **words: Any) -> tuple[str, Way]:
@@ -109,7 +111,7 @@ def _fused(block: int) -> tuple[str, Way]:
         ep = index_block(experts)
         return moe_route.Config(block, False, True, block, ep, 1, *moe_route._ring(block + ep, itemsize, target))
 
-    return f"router fused {block}", Way({(moe_route, "configure"): configure}, router=True)
+    return f"router fused {block}", Way({(moe_route, "configure"): configure}, form=routed)
 
 
 def _split(name: str, block: int, rows: int, columns: int, parts: int, last: bool = False) -> tuple[str, Way]:
@@ -117,7 +119,7 @@ def _split(name: str, block: int, rows: int, columns: int, parts: int, last: boo
         cols = min(columns, index_block(experts))
         return moe_route.Config(block, last, False, rows, cols, parts, *moe_route._ring(rows + cols, itemsize, target))
 
-    return f"router {name} {block}, {rows}x{columns} in {parts}", Way({(moe_route, "configure"): configure}, router=True)
+    return f"router {name} {block}, {rows}x{columns} in {parts}", Way({(moe_route, "configure"): configure}, form=routed)
 
 
 def _form(name: str) -> Way:
@@ -148,8 +150,7 @@ CONFIGS = {
     "grad_rows": (_config("grad_rows", 128, 64, 4, 4, **_T), _config("grad_rows", 256, 64, 8, 4, **_T)),
     "grad_hidden": (
         _config("grad_hidden", 128, 64, 8, 3, **_T, split=4), _config("grad_hidden", 64, 64, 8, 4, **_T, split=2),
-        _config("grad_hidden", 128, 128, 8, 3, **_T, split=4), _config("grad_hidden", 128, 64, 8, 4, **_T, split=4),
-        _config("grad_hidden", 128, 64, 4, 3, **_TWO, split=8)),
+        _config("grad_hidden", 128, 128, 8, 3, **_T, split=4), _config("grad_hidden", 128, 64, 8, 4, **_T, split=4)),
     "grad_weight": (
         _config("grad_weight", 128, 64, 4, 4, **_TWO, block_m=128), _config("grad_weight", 256, 64, 8, 4, **_T, block_m=128),
         _config("grad_weight", 128, 64, 8, 5, **_T, block_m=256)),
@@ -163,6 +164,7 @@ ROUTERS = {
 }  # fmt: skip
 ROUTER_WAYS = dict(way for ways in ROUTERS.values() for way in ways)
 WAYS: dict[str, Way] = {
+    "shared after": Way({(moe, "_apart"): lambda *_: False}, form=ours),  # the shared expert, on one stream with the others
     "portable": Way({(_moe_hopper, "fits"): lambda *_: False}),  # none of the Hopper products
     **FORM_WAYS, **ROW_WAYS, **CONFIG_WAYS, **ROUTER_WAYS,
 }  # fmt: skip
@@ -173,7 +175,7 @@ FORMS: dict[str, Callable[[Problem, Weights], Form]] = {
     "fusedblock": ours,
     "fusedblock, as chosen": launched,
     "router, as chosen": routed,
-    **{name: routed if way.router else partial(launched, rows=way.rows) for name, way in WAYS.items()},  # inside `within`
+    **{name: way.form or partial(launched, rows=way.rows) for name, way in WAYS.items()},  # inside `within`
 }
 # Those that compile something for every case, which `ahead` does in many processes at once.
 COMPILED = tuple(name for name in FORMS if not name.startswith("hf "))

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 @dataclass(frozen=True)
 class Problem:
     """hot: experts that every token chooses, which have hot / top_k of the slots; the rest are drawn evenly. model: of
-    transformers, whose block computes it ("": none). transposed: the experts' weights are stored `experts in out`."""
+    transformers, whose block computes it ("": none). transposed: the experts' weights are stored `experts in out`. shared: the
+    width of an expert that every token has besides; forward only."""
 
     tokens: int
     experts: int
@@ -23,6 +24,7 @@ class Problem:
     model: str
     hot: int = 0
     transposed: bool = False
+    shared: int = 0
 
     @property
     def round_weights(self) -> bool:
@@ -30,36 +32,39 @@ class Problem:
         return self.model != "mixtral"
 
     def __str__(self) -> str:
-        return f"E{self.experts} k{self.top_k} H{self.hidden} I{self.ffn} T{self.tokens}"
+        shared = f" shared {self.shared}" if self.shared else ""
+        return f"E{self.experts} k{self.top_k} H{self.hidden} I{self.ffn}{shared} T{self.tokens}"
 
     def tiny(self) -> Problem:
         """The same in a size for a CPU."""
         top_k = min(self.top_k, 4)
         return dataclasses.replace(
             self, tokens=min(self.tokens, 40), experts=8 if self.experts > 8 else 4, top_k=top_k, hidden=64, ffn=32,
-            hot=min(self.hot, top_k // 2),
+            hot=min(self.hot, top_k // 2), shared=min(self.shared, 48),
         )  # fmt: skip
 
     def flops(self, backward: bool) -> int:
         """Three products of every slot and the router's; backward twice that again."""
-        forward = 2 * self.tokens * self.hidden * (3 * self.top_k * self.ffn + self.experts)
+        forward = 2 * self.tokens * self.hidden * (3 * self.top_k * self.ffn + 3 * self.shared + self.experts)
         return 3 * forward if backward else forward
 
     def bytes(self, backward: bool, touched: int) -> int:
         """What any implementation must move where `touched` experts have a token: forward their weights, the router's, tokens and
         results; backward the weights again, the gradients of all weights, of results and of tokens."""
         expert, router, tokens = 3 * self.ffn * self.hidden, self.experts * self.hidden, 2 * self.tokens * self.hidden
-        forward = touched * expert + router + tokens
+        forward = touched * expert + 3 * self.shared * self.hidden + router + tokens
         return 2 * (2 * forward + self.experts * expert + router if backward else forward)
 
 
 @dataclass
 class Weights:
-    """bf16: router `experts hidden`, gate_up `experts 2*ffn hidden` (gate, then up), down `experts hidden ffn`; or transposed."""
+    """bf16: router `experts hidden`, gate_up `experts 2*ffn hidden` (gate, then up), down `experts hidden ffn`; or transposed.
+    shared: gate and up `shared hidden`, down `hidden shared`, if there is one."""
 
     router: nn.Parameter
     gate_up: nn.Parameter
     down: nn.Parameter
+    shared: tuple[nn.Parameter, ...] = ()
 
 
 @dataclass
@@ -89,7 +94,9 @@ def make_weights(p: Problem, device: torch.device, backward: bool = False) -> We
         normal(p.hidden**-0.5, p.experts, p.hidden),
         normal(p.hidden**-0.5, p.experts, *(wide if p.transposed else wide[::-1])),
         normal(2 * p.ffn**-0.5, p.experts, *(narrow if p.transposed else narrow[::-1])),
-    )
+        tuple(normal(shape[1] ** -0.5, *shape) for shape in ((p.shared, p.hidden), (p.shared, p.hidden), (p.hidden, p.shared)))
+        if p.shared else (),
+    )  # fmt: skip
 
 
 def make_inputs(p: Problem, device: torch.device, weights: Weights, seed: int = 0, backward: bool = False) -> Inputs:
@@ -136,6 +143,9 @@ def plain(p: Problem, given: Inputs, dtype: torch.dtype) -> list[Tensor]:
         if grad_out is not None:
             grad_x, grad_weights[token, slot], grads[2][e], grads[3][e] = torch.autograd.grad(y, own, grad_out[token].to(dtype))
             grads[0].index_add_(0, token, grad_x)
+    if p.shared:
+        gate, up, down = (t.detach().to(dtype) for t in w.shared)
+        out += F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
     if grad_out is not None:
         (grad_logits,) = torch.autograd.grad(weights, logits, grad_weights)
         grad_logits = grad_logits.to(dtype)
