@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import _moe, _moe_hopper
 from ._gemm import accumulator, halves
+from ._hopper_check import ready
 from ._lang import cdiv, next_power_of_2, tl, triton
 from ._launch import contiguous_last, descriptor
 from ._launch import launch as _launch
@@ -138,7 +139,8 @@ def gate_up_launch(args: Args, sizes: Sizes, h: Tensor | None, saved: Tensor | N
     target = target_of(x.device)
     c = _moe.configure("gate_up", tile_rows, x.element_size(), target)
     ours = arrived is None and not (transposed or interleaved)
-    if ours and _moe_hopper.fits(c, target, sizes, k, n, _moe_hopper.COLUMNS // 2, x, w):
+    ours = ours and _moe_hopper.fits(c, target, sizes, k, n, _moe_hopper.COLUMNS // 2, x, w)
+    if ours and ready(x.device, "experts"):
         return _moe_hopper.gate_up_hopper_launch(x, w, h, saved, args, sizes)
     c = _moe.usable(c, w) if interleaved or not transposed else _moe._by_pointers(c)
     if c.tma and not interleaved:
@@ -277,7 +279,9 @@ def rows_launch(kind: str, a: Tensor, w: Tensor, bias: Tensor | None, y: Tensor,
     w, alone = _moe.dense_rows(w), source == "rows"
     a = a if alone else contiguous_last(a)
     c = _moe.configure(kind, tile_rows, a.element_size(), target)
-    if alone and not to_slots and sums_to is None and _moe_hopper.fits(c, target, sizes, k, n, _moe_hopper.COLUMNS, a, w):
+    ours = alone and not to_slots and sums_to is None
+    ours = ours and _moe_hopper.fits(c, target, sizes, k, n, _moe_hopper.COLUMNS, a, w)
+    if ours and ready(a.device, "experts"):
         return _moe_hopper.rows_hopper_launch(a, w, bias, y, args, sizes, by_columns)
     c = _moe.usable(c, *((a, w) if alone else (w,)))
     out, weights, arrived = sums_to or (None, None, None)

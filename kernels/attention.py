@@ -439,7 +439,7 @@ def launch(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     args: dict[str, Any] = dict(locals())
     sizes = SPEC.axes(args)
-    if "hopper" in sizes and not ready(q.device):
+    if "hopper" in sizes and not ready(q.device, "forward"):
         sizes = SPEC.axes({**args, **PORTABLE})
     out, lse = SPEC.empty(args, sizes)
     if out.numel() == 0 or sizes["kv_heads"] == 0:

@@ -316,7 +316,7 @@ def launch(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     args: dict[str, Any] = dict(locals())
     sizes = SPEC.axes(args)
-    if "stats_numbers" in sizes and not ready(q.device, backward=True):
+    if "stats_numbers" in sizes and not ready(q.device, "backward"):
         sizes = SPEC.axes({**args, **PORTABLE})
     grads = SPEC.empty(args, sizes)
     if q.numel() == 0 or k.numel() == 0:

@@ -51,7 +51,7 @@ def hopper(launched: list[str]) -> Iterator[list[str]]:
 
 @pytest.fixture(scope="module", autouse=True)
 def tested() -> None:
-    assert _hopper_check.ready(CUDA) and _hopper_check.ready(CUDA, backward=True), _hopper_check.state(CUDA)
+    assert all(_hopper_check.ready(CUDA, part) for part in _hopper_check.PARTS), _hopper_check.state(CUDA)
 
 
 @cases([*of(64), *of(128), *of(256), *of(128, torch.float16)])

@@ -9,7 +9,7 @@ import torch
 from test_moe_hopper import BF16, FP16, TAILS, Case, activated, by_expert
 from torch import Tensor
 
-from fusedblock.kernels import _moe, _moe_hopper, _moe_products
+from fusedblock.kernels import _hopper_check, _moe, _moe_hopper, _moe_products
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,6 +20,11 @@ CASES = [
     Case(TAILS, 136, 72), Case((0, 130, 0, 192, 0, 2), 64, 200, FP16, activation=_moe.CLAMPED, bias=True), Case((2,), 8, 8),
     Case(MANY, 2048, 768), Case(MANY, 1000, 1208, FP16, bias=True, activation="relu2"), Case((1000, 24), 4096, 4096, top_k=1),
 ]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tested() -> None:
+    assert _hopper_check.ready(torch.device("cuda"), "experts"), _hopper_check.state(torch.device("cuda"))
 
 
 def products(args: dict[str, Any], sizes: dict[str, int], a: Tensor, w: Tensor) -> tuple[Tensor, ...]:

@@ -127,19 +127,19 @@ def device_findings() -> list[Finding]:
 
 
 def hopper_findings(target: Target) -> list[Finding]:
-    """On sm_90, whether the Gluon kernels of attention are in use; they are tested if they were not yet."""
+    """On sm_90, whether the Gluon kernels of attention and experts are in use; they are tested if they were not yet."""
     if target.capability != 90:
         return []
     name = "Hopper kernels"
     if _gluon.REASON:
-        return [Finding(name, "not in use", NOTE, f"{_gluon.REASON}; the portable kernels compute attention")]
+        return [Finding(name, "not in use", NOTE, f"{_gluon.REASON}; the portable kernels run instead")]
     device = torch.device("cuda", torch.cuda.current_device())
     with warnings.catch_warnings(record=True):
-        passed = all(_hopper_check.ready(device, backward) for backward in (False, True))
+        passed = all(_hopper_check.ready(device, part) for part in _hopper_check.PARTS)
     found = _hopper_check.state(device)
     if passed:
-        return [Finding(name, f"in use for attention; {found}")]
-    return [Finding(name, f"not in use: {found}", PROBLEM, "the portable kernels compute attention; please report this")]
+        return [Finding(name, f"in use for attention and experts; {found}")]
+    return [Finding(name, f"not in use: {found}", PROBLEM, "the portable kernels run instead; please report this")]
 
 
 def environment_findings() -> list[Finding]:
