@@ -157,7 +157,7 @@ CONFIGS = {
 }  # fmt: skip
 CONFIG_WAYS = dict(way for ways in CONFIGS.values() for way in ways)
 ROUTERS = {
-    "few": tuple(_split("few", block, 16, 16, parts, True) for block, parts in ((8, 4), (8, 16), (4, 8))),
+    "few": tuple(_split("few", block, 16, 16, parts, True) for block, parts in ((8, 4), (8, 16))),
     "some": (*(_split("split", 16, 64, 64, parts) for parts in (2, 8)), _split("split", 32, 64, 64, 4),
              _split("split", 16, 32, 64, 4), _fused(16), _fused(32)),
     "many": (_fused(16), _fused(32), _fused(64), _split("split", 32, 128, 128, 1), _split("split", 32, 64, 64, 2)),
