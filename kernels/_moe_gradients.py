@@ -298,6 +298,8 @@ def grad_weight_launch(a: Tensor, b: Tensor, grad: Tensor, flip: bool, args: Arg
     c = _moe._by_pointers(c) if slots else _moe.usable(c, a)
     experts, of_a, of_b = grad.mT.shape if flip else grad.shape
     options, boxed = _moe.options(c), c.tma and tma_ready(grad)
+    if b.stride(0) % 16 or of_b % 16 or b.data_ptr() % 16:  # then b goes through registers, and a's ring is one deeper
+        options["num_stages"] = options["STAGES"] = max(1, c.num_stages - 1)
     block = [c.block_m, c.block_n] if flip else [c.block_n, c.block_m]
     del options["SWAP"], options["BN"]
     _launch(

@@ -90,6 +90,14 @@ def test_fp32_fits_everywhere(name: str) -> None:
         assert aot.problems(kernels, TARGETS[name], max_spill_bytes=512) == []
 
 
+@pytest.mark.parametrize("sizes", [(12, 4, 136, 72), (5, 2, 68, 36), (9, 3, 200, 2056)])
+def test_sizes_that_16_does_not_divide_fit(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They spill: what is elsewhere copied to shared memory goes through registers. Its place there must suffice all the same."""
+    monkeypatch.setitem(SIZES, "odd", sizes)
+    for tokens, rows in ((1100, 128), (130, 64), (45, 16), (1, 16)):
+        assert aot.problems(compiled("sm_90", "odd", tokens, rows), TARGETS["sm_90"], max_spill_bytes=2**16) == []
+
+
 @pytest.mark.parametrize(("tokens", "rows"), [(4099, 128), (1027, 64), (37, 16)])
 def test_gathered_rows_are_prefetched(tokens: int, rows: int) -> None:
     """Rows that an index names come by cp.async into a ring as deep as the weights': a plain load would wait for memory."""

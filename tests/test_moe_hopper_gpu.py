@@ -39,7 +39,7 @@ def products(args: dict[str, Any], sizes: dict[str, int], a: Tensor, w: Tensor) 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{len(c.counts)}-experts-{c.hidden}x{c.ffn}")
 def test_the_bits_of_the_portable_kernels(case: Case, monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> None:
     args = {n: t.cuda() if isinstance(t, Tensor) else t for n, t in case.make().items()}
-    sizes = {**case.sizes(args), "tile_rows": 128}
+    sizes = {**case.sizes(args), "tile_rows": 128, "rows": len(args["order"]), "experts": len(case.counts)}
     args.update(transposed=False, interleaved=False, down_bias=None)
     a = torch.randn(len(args["order"]), case.ffn, device="cuda").to(case.dtype)
     w = (torch.randn(len(case.counts), case.hidden, case.ffn, device="cuda") * case.ffn**-0.5).to(case.dtype)
