@@ -411,12 +411,12 @@ def _rows_hopper_kernel(a, w, bias, tiles, y, N, K, T: gl.constexpr, STAGES: gl.
 
 def fits(c: _moe.Config, target: Target, sizes: Sizes, k: int, n: int, columns: int, *operands: Tensor) -> bool:
     """Whether these kernels take products of these operands with k columns and n results a row, in tiles of so many of them; and
-    are the quicker. A short tile comes at another time than its expert's others, and where a group of tiles has more columns than
-    there are programs the weights have left L2 by then, which few tokens feel: H200, 2026-12-01, E8 H4096 I14336 with 512 tokens
-    1.10 ms, 0.97 by the portable kernels; 4.79 and 4.94 with 4096."""
+    are the quicker. A short tile comes at another time than its expert's others, and where the tiles between them are many the
+    weights have left L2 by then, which few tokens feel: H200, 2026-12-01, E8 H4096 I14336 with 512 tokens 1.10 ms, 0.97 by the
+    portable kernels; 4.79 and 4.94 with 4096."""
     if not (c.hopper and c.tma and target.capability == 90 and not target.broken and AVAILABLE):
         return False
-    if cdiv(n, columns) > 16 and sizes["rows"] < 512 * sizes["experts"]:  # times 8: an H200's SMs
+    if cdiv(n, columns) > 12 and sizes["rows"] < 512 * sizes["experts"]:
         return False
     return operands[0].element_size() == 2 and k > 0 and k % 8 == 0 and n % 8 == 0 and tma_ready(*operands)
 

@@ -206,8 +206,8 @@ def test_nothing_to_do() -> None:
     ({}, True), ({"config": replace(CONFIG, hopper=False)}, False), ({"config": replace(CONFIG, tma=False)}, False),
     ({"target": TARGETS["sm_100"]}, False), ({"target": replace(HOPPER, broken="a test")}, False), ({"k": 60}, False),
     ({"n": 60}, False), ({"dtype": torch.float32}, False), ({"wide": 68}, False),
-    # Of 132 programs' 16 columns a group of 8 tiles has no more, of 17 it has: then an expert needs 512 rows on average.
-    ({"n": 16 * 256, "rows": 511}, True), ({"n": 16 * 256 + 8, "rows": 511}, False), ({"n": 16 * 256 + 8, "rows": 512}, True),
+    # More than 12 tiles of columns want 512 rows of an expert on average.
+    ({"n": 12 * 256, "rows": 511}, True), ({"n": 12 * 256 + 8, "rows": 511}, False), ({"n": 12 * 256 + 8, "rows": 512}, True),
 ])  # fmt: skip
 def test_what_fits(change: dict[str, Any], expected: bool) -> None:
     known = {"config": CONFIG, "target": HOPPER, "k": 64, "n": 64, "dtype": BF16, "wide": 64, "rows": 9, **change}
