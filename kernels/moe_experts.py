@@ -16,8 +16,9 @@ gated: activation(gate) * up, or clamped_swish: (up + 1) * gate * sigmoid(alpha 
 Tokens are gathered by the first product and nothing is sorted but the index; nothing is added atomically: equal bits each run.
 
 HBM, in elements: reads x, the weights of the experts that have a row, weights, residual; writes out; between the launches
-`rows ffn` and, but for one token, `rows hidden`. One token: both products as sums over rows of the weights, the second over all
-its experts. Up to 64: of the programs that make the rows of some columns the last to end sums them. More: a third launch does.
+`rows ffn` and, but for one token, `rows hidden`. One token, where the weights' rows are dense: both products as sums over
+them, the second over all its experts. Up to 64: of the programs that make the rows of some columns the last to end sums them.
+More: a third launch does; tiles of 128 rows are _moe_hopper.py's where it takes them.
 """
 
 from __future__ import annotations
