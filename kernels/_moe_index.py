@@ -153,8 +153,8 @@ def index_tile(experts: int) -> int:
 
 
 def index_once(tokens: int, experts: int) -> int:
-    """Likewise of index_all: all of at most so many tokens, where one program's registers hold them."""
-    return min(tokens, max(1, 1024 * INDEX_WARPS // index_block(experts)))
+    """Likewise of index_all: all of at most 64 tokens, where one program's registers hold them."""
+    return tokens if index_block(experts) <= 128 else min(tokens, 2 * index_tile(experts))
 
 
 @triton.jit
