@@ -67,7 +67,7 @@ def tanh(x):
 
 @triton.jit
 def activate(x, ACT: tl.constexpr):
-    """One of ACTIVATIONS of x, in x's dtype (fp32 or fp64). NaN stays NaN."""
+    """One of ACTIVATIONS of x, in x's dtype: fp32, in the interpreter also fp64. NaN stays NaN."""
     if ACT == "silu":
         return x * sigmoid(x)
     elif ACT == "relu":

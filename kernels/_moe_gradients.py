@@ -12,7 +12,7 @@ from torch import Tensor
 from . import _moe
 from ._gemm import accumulator, halves
 from ._lang import TensorDescriptor, cdiv, next_power_of_2, tl, triton
-from ._launch import contiguous_last, descriptor, tma_ready
+from ._launch import contiguous_last, descriptor, for_tma, strides_suit_tma, tma_ready
 from ._launch import launch as _launch
 from ._math import tile_order
 from ._moe import (
@@ -38,9 +38,16 @@ from ._target import target_of
 
 
 def hidden_config(sizes: Sizes, args: Args) -> _moe.Config:
-    c = _moe.configure("grad_hidden", sizes["tile_rows"], args["x"].element_size(), target_of(args["x"].device))
+    """By its columns there are parts of the routing weights' gradient: a trace, which has no addresses, must say so too."""
+    x, w = args["x"], args["down_weight"]
+    c = _moe.configure("grad_hidden", sizes["tile_rows"], x.element_size(), target_of(x.device))
     # Gate and up in turn take more registers to tell apart.
-    return replace(c, block_n=c.block_n // 2) if args["interleaved"] and c.block_n > 64 else c
+    c = replace(c, block_n=c.block_n // 2) if args["interleaved"] and c.block_n > 64 else c
+    if _moe.has_dense_rows(w):
+        boxed = strides_suit_tma(w) and not w.storage_offset() * w.element_size() % 16
+    else:  # a copy will
+        boxed = not w.shape[-1] * w.element_size() % 16
+    return c if boxed and w.numel() else _moe._by_pointers(c)
 
 
 @triton.jit
@@ -178,7 +185,8 @@ def grad_hidden_launch(args: Args, sizes: Sizes, through: bool, gate_up: Tensor 
     n, k = sizes["ffn"], sizes["hidden"]
     target = target_of(dy.device)
     c = hidden_config(sizes, args)
-    c = _moe.usable(c, w) if through else _moe._by_pointers(c)
+    c = c if through else _moe._by_pointers(c)
+    w = for_tma(w) if c.tma else w  # storage that begins at an odd address
     options = _moe.options(c)
     if not through:
         options["SWAP"] = False

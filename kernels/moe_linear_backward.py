@@ -77,7 +77,8 @@ def _axes(sizes: Sizes, args: Args) -> dict[str, int]:
         return found  # a trace for any length: no result has the axes of scratch
     if args["weights"] is None:
         return {**found, "slot_rows": sizes["rows"]}
-    tiles = cdiv(found["in"], hidden_config({**sizes, **found}, {**args, **_NO_GATE}).block_n)
+    named = {**args, **_NO_GATE, "down_weight": args["weight"]}
+    tiles = cdiv(found["in"], hidden_config({**sizes, **found}, named).block_n)
     return {**found, "summed_rows": sizes["rows"], "in_tiles": tiles, "form": _form(args)}
 
 

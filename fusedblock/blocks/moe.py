@@ -107,11 +107,14 @@ def _whole(call: Call, spec: MoeSpec, w: MoeWeights, x: Tensor, residual: Tensor
     """Router, experts and shared expert; in a CUDA graph of few tokens the shared one beside the others."""
     if not training and _apart(w, x):
         here = torch.cuda.current_stream(x.device)
-        with torch.cuda.stream(side := ops.beside(x.device.index, here.cuda_stream)):
-            side.wait_stream(here)
-            g = _shared(call, spec, w, x, training)
-        mixed = _routed(call, spec, w, x, residual, training)
-        here.wait_stream(side)
+        side = ops.beside(x.device.index, here.cuda_stream)
+        side.wait_stream(here)
+        try:
+            with torch.cuda.stream(side):
+                g = _shared(call, spec, w, x, training)
+            mixed = _routed(call, spec, w, x, residual, training)
+        finally:
+            here.wait_stream(side)  # also after an error: a capture with work that nobody has joined cannot end
     else:
         mixed = _routed(call, spec, w, x, residual, training)
         if w.shared_gate is None:
