@@ -153,10 +153,12 @@ TILE_ROWS = (16, 32, 64, 128)
 # down product and the activation); and, whatever the tile rows, "grad_weight" (block_m of the gathered operand) and, for one
 # token, "vector" (gate and up; block_k of the long axis) and "vector_down" (block_k of it and of the slots together).
 Table = dict[str, Any]
-# H200, 2026-12-01, CUDA graphs, whole block with its router, beside the best of transformers' experts: E128 k8 H2048 I768 T16384
-# 2.13 ms (6.62), T4096 0.708 (1.94), T512 0.334 (0.626), T64 0.328 (0.538), T16 0.198 (0.377), T1 0.035 (0.100); E8 k2 H4096
-# I14336 T16384 16.6 (24.5), T4096 4.33 (6.39), T512 0.977 (1.60), T64 0.668 (1.14), T1 0.170 (0.357). With the backward T16384:
-# 7.45 (18.1) and 63.7 (73.5). Other tiles that were timed: benchmarks/results/moe-choices-nvidia-h200-2026-12-01.json.
+# H200, 2026-12-01, CUDA graphs, whole block with its router, ms beside the best of transformers' experts: E128 k8 H2048 I768
+# T16384 2.11 (6.61), T4096 0.67 (1.94), T512 0.333 (0.629), T64 0.31 (0.54), T16 0.194 (0.375), T1 0.0292 (0.099); E8 k2 H4096
+# I14336 T16384 16.4 (24.9), T4096 4.32 (6.44), T512 0.982 (1.59), T64 0.671 (1.14), T1 0.171 (0.403). With the backward T16384
+# 6.7 (17.8) and 59.1 (72), T4096 2.39 (5.29) and 14.1 (18.9). Other tiles that were timed:
+# benchmarks/results/moe-choices-*.json. Programmatic dependent launch was tried: 1 % quicker with 2 to 512 tokens of the first,
+# 4 % slower with one and 1 to 3 % with the second's.
 _VECTOR: Table = {
     "vector": Config(4, 512, 4, 4, unrolled=True), "vector_down": Config(4, 2048, 4, 4, unrolled=True),
 }
