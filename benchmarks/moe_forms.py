@@ -102,7 +102,7 @@ def _config(kind: str, *numbers: Any, **words: Any) -> tuple[str, Way]:
     name = f"{kind} {rows}{config.block_n}x{config.block_k} w{config.num_warps} s{config.num_stages}"
     name += "".join(f" {what} {n}" for what, n in (("split", config.split), ("per SM", config.per_sm)) if n > 1)
     name += " swap" if config.swap else ""
-    name += " unrolled" * config.unrolled + " hopper" * config.hopper
+    name += " unrolled" * config.unrolled
     return name, Way({(_moe, "configure"): configure})
 
 

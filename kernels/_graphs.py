@@ -34,6 +34,11 @@ def _cuda() -> Any:
 @functools.cache
 def _stream(device: int) -> ctypes.c_void_p:
     """A stream that nothing runs on: launches are captured there, of one thread at a time."""
+    return _new_stream()
+
+
+def _new_stream() -> ctypes.c_void_p:
+    """On the current device. Nobody else has it, as somebody may have one of torch's pool."""
     stream = ctypes.c_void_p()
     _check(_cuda().cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING))
     return stream
@@ -41,11 +46,9 @@ def _stream(device: int) -> ctypes.c_void_p:
 
 @functools.cache
 def beside(device: int, stream: int) -> torch.cuda.ExternalStream:
-    """A stream for what goes beside the work of `stream`. Nobody else has it: torch's own come from a pool, and one that a
-    capture has taken in must not be another thread's."""
-    made = ctypes.c_void_p()
+    """A stream for what goes beside the work of `stream`. A capture takes it in: it must not be another thread's."""
     with torch.cuda.device(device), _relaxed():
-        _check(_cuda().cuStreamCreate(ctypes.byref(made), _NON_BLOCKING))
+        made = _new_stream()
     return torch.cuda.ExternalStream(made.value or 0, device=device)
 
 

@@ -182,9 +182,14 @@ def descriptor(t: Tensor, block: Sequence[int]) -> Any:
     return TensorDescriptor(t, list(t.shape), tma_strides(t), list(block))
 
 
+def dense_last(t: Tensor) -> bool:
+    """Whether t's last axis is dense."""
+    return t.stride(-1) == 1 or t.shape[-1] <= 1 and t.is_contiguous()
+
+
 def contiguous_last(t: Tensor) -> Tensor:
     """t itself where its last axis is dense, else a dense copy (expanded and transposed inputs stay legal)."""
-    return t if t.stride(-1) == 1 or t.shape[-1] <= 1 and t.is_contiguous() else t.contiguous()
+    return t if dense_last(t) else t.contiguous()
 
 
 class _Here:

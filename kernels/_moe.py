@@ -265,15 +265,6 @@ def programs(tiles: int, c: Config, target: Target) -> int:
     return min(tiles, target.sms * c.per_sm) if c.tma else tiles
 
 
-def has_dense_rows(t: Tensor) -> bool:
-    return t.stride(-1) == 1 or t.shape[-1] <= 1 and t.is_contiguous()
-
-
-def dense_rows(t: Tensor) -> Tensor:
-    """t itself where its last axis is dense, else a dense copy."""
-    return t if has_dense_rows(t) else t.contiguous()
-
-
 def pair_operand(weight: Tensor, c: Config, transposed: bool, interleaved: bool) -> Any:
     """gate_up_weight as _gate_up_kernel takes it; a descriptor's box fetches the gate and up rows of a tile together."""
     if not c.tma:

@@ -12,7 +12,7 @@ from torch import Tensor
 from . import _moe
 from ._gemm import accumulator, halves
 from ._lang import TensorDescriptor, cdiv, next_power_of_2, tl, triton
-from ._launch import contiguous_last, descriptor, for_tma, strides_suit_tma, tma_ready
+from ._launch import contiguous_last, dense_last, descriptor, for_tma, strides_suit_tma, tma_ready
 from ._launch import launch as _launch
 from ._math import tile_order
 from ._moe import (
@@ -43,7 +43,7 @@ def hidden_config(sizes: Sizes, args: Args) -> _moe.Config:
     c = _moe.configure("grad_hidden", sizes["tile_rows"], x.element_size(), target_of(x.device))
     # Gate and up in turn take more registers to tell apart.
     c = replace(c, block_n=c.block_n // 2) if args["interleaved"] and c.block_n > 64 else c
-    if _moe.has_dense_rows(w):
+    if dense_last(w):
         boxed = strides_suit_tma(w) and not w.storage_offset() * w.element_size() % 16
     else:  # a copy will
         boxed = not w.shape[-1] * w.element_size() % 16
@@ -181,7 +181,7 @@ def grad_hidden_launch(args: Args, sizes: Sizes, through: bool, gate_up: Tensor 
                        weighted: Tensor | None, part: Tensor | None, width: int = 0) -> None:  # fmt: skip
     """d_gate_up, weighted and part, each where it is given; not through: weighted alone. args' activation "": of slots."""
     transposed, tile_rows, slots = args["transposed"], sizes["tile_rows"], not args["activation"]
-    w, dy = _moe.dense_rows(args["down_weight"]), contiguous_last(args["grad_out"])
+    w, dy = contiguous_last(args["down_weight"]), contiguous_last(args["grad_out"])
     n, k = sizes["ffn"], sizes["hidden"]
     target = target_of(dy.device)
     c = hidden_config(sizes, args)

@@ -32,7 +32,7 @@ from ._moe import (
     tile_at,
 )
 from ._spec import Args, Sizes
-from ._target import target_of
+from ._target import Target, target_of
 
 READS = {
     "x": "tokens hidden", "gate_up_weight": "experts gate_up_rows gate_up_columns",
@@ -57,6 +57,11 @@ def tile_bytes(sizes: Sizes, args: Args) -> int:
 
 
 EXPERT_BYTES = {n: expert_bytes(n) for n in ("gate_up_weight", "down_weight", "gate_up_bias", "down_bias")}
+
+
+def _by_hopper(c: _moe.Config, target: Target, sizes: Sizes, k: int, n: int, columns: int, x: Tensor, w: Tensor) -> bool:
+    """Whether _moe_hopper.py takes these and has passed its test, which only those who need it wait for."""
+    return _moe_hopper.fits(c, target, sizes, k, n, columns, x, w) and ready(x.device, "experts")
 
 
 def gate_up_flops(s: Sizes, args: Args) -> int:
@@ -134,13 +139,12 @@ def _gate_up_kernel(
 def gate_up_launch(args: Args, sizes: Sizes, h: Tensor | None, saved: Tensor | None, arrived: Tensor | None = None) -> None:
     """h and saved `gate_up`, each where it is given, of all rows; zeros to arrived."""
     x, transposed, interleaved, tile_rows = args["x"], args["transposed"], args["interleaved"], sizes["tile_rows"]
-    x, w = contiguous_last(x), _moe.dense_rows(args["gate_up_weight"])
+    x, w = contiguous_last(x), contiguous_last(args["gate_up_weight"])
     n, k = sizes["ffn"], sizes["hidden"]
     target = target_of(x.device)
     c = _moe.configure("gate_up", tile_rows, x.element_size(), target)
-    ours = arrived is None and not (transposed or interleaved)
-    ours = ours and _moe_hopper.fits(c, target, sizes, k, n, _moe_hopper.COLUMNS // 2, x, w)
-    if ours and ready(x.device, "experts"):
+    plain = arrived is None and not (transposed or interleaved)
+    if plain and _by_hopper(c, target, sizes, k, n, _moe_hopper.COLUMNS // 2, x, w):
         return _moe_hopper.gate_up_hopper_launch(x, w, h, saved, args, sizes)
     c = _moe.usable(c, w) if interleaved or not transposed else _moe._by_pointers(c)
     if c.tma and not interleaved:
@@ -276,12 +280,11 @@ def rows_launch(kind: str, a: Tensor, w: Tensor, bias: Tensor | None, y: Tensor,
     of its sums of y's rows, and a counter for each column tile, 0."""
     tile_rows, target = sizes["tile_rows"], target_of(a.device)
     n, k = (w.shape[2], w.shape[1]) if by_columns else w.shape[1:]
-    w, alone = _moe.dense_rows(w), source == "rows"
+    w, alone = contiguous_last(w), source == "rows"
     a = a if alone else contiguous_last(a)
     c = _moe.configure(kind, tile_rows, a.element_size(), target)
-    ours = alone and not to_slots and sums_to is None
-    ours = ours and _moe_hopper.fits(c, target, sizes, k, n, _moe_hopper.COLUMNS, a, w)
-    if ours and ready(a.device, "experts"):
+    plain = alone and not to_slots and sums_to is None
+    if plain and _by_hopper(c, target, sizes, k, n, _moe_hopper.COLUMNS, a, w):
         return _moe_hopper.rows_hopper_launch(a, w, bias, y, args, sizes, by_columns)
     c = _moe.usable(c, *((a, w) if alone else (w,)))
     out, weights, arrived = sums_to or (None, None, None)

@@ -13,7 +13,7 @@ from torch import Tensor
 from . import _moe
 from ._gemm import accumulator
 from ._lang import cdiv, next_power_of_2, tl, triton
-from ._launch import launch
+from ._launch import contiguous_last, launch
 from ._moe import gated
 from ._spec import Args, Sizes
 from ._target import target_of
@@ -125,17 +125,18 @@ def _down_vector_kernel(
 def launch_vector(h: Tensor, out: Tensor, saved: Tensor | None, args: Args, sizes: Sizes, weights: Tensor) -> None:
     """Both launches. h `rows ffn`, out `1 hidden`, saved `rows gate_up`."""
     x, activation = args["x"].contiguous(), args["activation"]
-    ws = [_moe.dense_rows(args[name]) for name in ("gate_up_weight", "down_weight")]
+    ws = [contiguous_last(args[name]) for name in ("gate_up_weight", "down_weight")]
     biases = [None if args[name] is None else args[name].contiguous() for name in ("gate_up_bias", "down_bias")]
     hidden, ffn, top_k = sizes["hidden"], sizes["ffn"], sizes["top_k"]
 
     def options(c: _moe.Config, k: int, slots: int) -> dict[str, Any]:
         """slots: that a program has at once, of whose weights a block holds block_n * block_k."""
-        block_n, block_k = c.block_n if slots <= 64 else 1, max(c.block_k // slots, 16)
+        widest = c.block_n if slots <= 64 else 1, max(c.block_k // slots, 16)
+        block_n, block_k = widest
         while k % block_k and block_k > 32:  # blocks that divide K need no masks
-            block_n, block_k = 2 * block_n if slots == 1 else block_n, block_k // 2
+            block_n, block_k = block_n * (2 if slots == 1 else 1), block_k // 2
         if k % block_k:
-            block_n, block_k = block_n if slots > 1 else c.block_n, min(max(c.block_k // slots, 16), next_power_of_2(max(k, 1)))
+            block_n, block_k = widest[0], min(widest[1], next_power_of_2(max(k, 1)))
         blocks = cdiv(k, block_k) if c.unrolled else 0
         return {"BN": block_n, "BK": block_k, "BLOCKS": blocks if blocks <= UNROLLED else 0, "EVEN": k % block_k == 0,
                 "STAGES": c.num_stages, "num_warps": c.num_warps, "num_stages": c.num_stages}  # fmt: skip
